@@ -12,13 +12,13 @@ demo: env
 	$(BIN)/tost prepare shards configs/data/embedded.toml
 	$(BIN)/tost train configs/pretrain/demo.toml launch.ranks=2 run.stop_at_step=60
 	$(BIN)/tost train configs/pretrain/demo.toml launch.ranks=2
-	$(BIN)/tost eval zero-shot runs/demo
+	$(BIN)/tost eval runs/demo heldout
 	$(BIN)/tost generate runs/demo sample.temperature=0.8
 	$(BIN)/tost report runs/demo
 	$(BIN)/tost prepare passages configs/data/passages.toml
 	$(BIN)/tost prepare shards configs/data/passages.toml
 	$(BIN)/tost train configs/pretrain/recall.toml launch.ranks=2
-	$(BIN)/tost eval retrieval runs/recall heldout.shards=data/embedded/shards 'retrieval.lengths=[256, 1024, 4096]'
+	$(BIN)/tost eval runs/recall needle heldout.shards=data/embedded/shards 'needle.lengths=[256, 1024, 4096]'
 	$(BIN)/tost report runs/recall
 
 clean-demo:

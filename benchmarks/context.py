@@ -1,4 +1,4 @@
-"""Whether the tasks of `tost eval context` separate models that can use their context from models that cannot.
+"""Whether the tasks of the family `context` separate models that can use their context from models that cannot.
 
     python -m benchmarks.context
     python -m benchmarks.context 'bench.tasks=["copying@text"]' 'bench.patterns=["A", "AA"]'
@@ -14,26 +14,23 @@ from pydantic import Field
 
 from benchmarks import measure
 from tost_lm.config import Section, run_program
-from tost_lm.inference.protocol_names import (
-    CONTEXT_GAIN,
-    CONTEXT_TASKS,
-    COPYING,
-    MANY_SHOT_SEEN,
-    MANY_SHOT_UNSEEN,
-    PASSAGES,
-)
 from tost_lm.markdown import with_error
 
-STEPS = {COPYING: 200, CONTEXT_GAIN: 200, MANY_SHOT_SEEN: 600, MANY_SHOT_UNSEEN: 600, PASSAGES: 300}
+STEPS = {
+    "copying@text": 200,
+    "context_gain@text": 200,
+    "many_shot_seen@own-words": 600,
+    "many_shot_unseen@own-words": 600,
+    "passages@own-words": 300,
+}
 """Training steps for each task."""
-SCORES = dict.fromkeys(CONTEXT_TASKS, "choice_accuracy") | dict.fromkeys((COPYING, CONTEXT_GAIN), "token_accuracy")
 
 
 class BenchConfig(measure.DeviceConfig):
     """Tasks, models and training."""
 
-    tasks: list[str] = Field(default=list(CONTEXT_TASKS), min_length=1)
-    """Tasks of `tost eval context`."""
+    tasks: list[str] = Field(default=list(STEPS), min_length=1)
+    """Tasks of the family `context`."""
     patterns: list[str] = Field(default=["D", "T"], min_length=1)
     """The mixers of the layers of each model."""
     width: int = Field(default=128, gt=0)
@@ -72,7 +69,7 @@ def described(cell: dict[str, Any]) -> dict[str, str]:
     row = {"task": cell["task"], "layers": cell["pattern"], "steps": f"{cell['steps']:,}"}
     if "failed" in cell:
         return row | dict.fromkeys(("score", "control", "gain over control"), str(cell["failed"]))
-    key = SCORES[cell["task"]]
+    key = "token_accuracy" if cell["task"].endswith("@text") else "choice_accuracy"
     gain = with_error(cell["gain_over_control"], cell["gain_over_control_standard_error"], "+.3f")
     return row | {
         "score": with_error(cell[key], cell[f"{key}_standard_error"], ".1%"),

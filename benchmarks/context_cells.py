@@ -11,16 +11,15 @@ from experiments.mqar import draw_model
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
-from tost_lm.eval.context import CountedTask, ManyShot, make_tasks
-from tost_lm.eval.retrieval.grid import model_scorer, score_cell
-from tost_lm.eval.retrieval.haystacks import NOISE, Text
-from tost_lm.eval.retrieval.tasks import Example, Task
-from tost_lm.eval.suite_settings import ContextConfig
-from tost_lm.inference.protocol_names import COPYING, MANY_SHOT_SEEN, PASSAGES
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig, learning_rate
+from tost_lm.tasks.answers import model_scorer, score_cell
+from tost_lm.tasks.context import CountedQueries, ManyShot
+from tost_lm.tasks.haystacks import NOISE, Text
+from tost_lm.tasks.queries import Queries, Query
+from tost_lm.tasks.registry import make_queries
 
 SHOTS, ASKED_PASSAGES, COPYING_TOKENS, GAIN_TOKENS, TARGET_TOKENS = 32, 1, 41, 48, 8
 PERIOD = 30
@@ -43,7 +42,7 @@ def train_and_measure(device: str, task: str, pattern: str, **settings: Any) -> 
     train(model, trained, length, settings["steps"], settings["batch_size"], settings["lr"])
     seconds = time.monotonic() - began
     scorer = model_scorer(model.eval(), tokenizer.vocab_size)
-    sets = [tested.example(length, None, sample) for sample in range(settings["samples"])]
+    sets = [tested.query(length, None, sample) for sample in range(settings["samples"])]
     scores, _ = score_cell(tested, tokenizer, scorer, sets)
     return {"length": length, "depth": None, **scores, "seconds": seconds}
 
@@ -53,37 +52,35 @@ def word_tokenizer() -> Tokenizer:
     """A vocabulary in which the words of the tasks are one or two tokens."""
     plain = SentencePieceTokenizer(train_sentencepiece([NOISE] * 20, 300))
     texts = []
-    for name in (MANY_SHOT_SEEN, PASSAGES):
+    for name in ("many_shot_seen@own-words", "passages@own-words"):
         task = make_task(name, 0, plain)
-        assert isinstance(task, CountedTask)
+        assert isinstance(task, CountedQueries)
         sets = (task.texts(16, np.random.default_rng(number)) for number in range(300))
         texts += [plain.decode(example.prompt.tolist()) for example, _ in sets]
     return SentencePieceTokenizer(train_sentencepiece(texts, 1000))
 
 
-def make_task(name: str, seed: int, tokenizer: Tokenizer) -> Task:
+def make_task(name: str, seed: int, tokenizer: Tokenizer) -> Queries:
     """A task whose texts are random tokens, or repeat random passages."""
 
     def text() -> Text:
         draws = np.random.default_rng(TEXT_SEED + seed)
         ids = tokenizer.vocab_size - IDS + draws.integers(0, IDS, (DOCUMENTS, GAIN_TOKENS))
-        if name == COPYING:
+        if name == "copying@text":
             return Text("random tokens", [ids.ravel()], {})
         return Text("repeated passages", [np.resize(row[:PERIOD], GAIN_TOKENS) for row in ids], {})
 
-    tree = {"context": {"tasks": [name], "seed": seed, "target_tokens": TARGET_TOKENS}}
-    (task,) = make_tasks(validate(ContextConfig, tree, "the task").context, tokenizer, text)
-    return task
+    return make_queries(name, tokenizer, text, seed=seed, target_tokens=TARGET_TOKENS)
 
 
-def length_of(task: Task) -> int:
+def length_of(task: Queries) -> int:
     """Tokens of the cell that models are trained for."""
-    if isinstance(task, CountedTask):
+    if isinstance(task, CountedQueries):
         return task.frame + (SHOTS if isinstance(task, ManyShot) else ASKED_PASSAGES) * task.longest
-    return COPYING_TOKENS if task.name == COPYING else GAIN_TOKENS
+    return COPYING_TOKENS if task.name == "copying@text" else GAIN_TOKENS
 
 
-def train(model: TostLM, task: Task, length: int, steps: int, batch_size: int, lr: float) -> None:
+def train(model: TostLM, task: Queries, length: int, steps: int, batch_size: int, lr: float) -> None:
     """Train on the answers of new examples each step; for many shots also on the labels of the shots."""
     config = validate(
         OptimConfig, {"lr": lr, "min_lr": lr / 10, "warmup_steps": 20, "weight_decay": 0.0}, "the training"
@@ -93,7 +90,7 @@ def train(model: TostLM, task: Task, length: int, steps: int, batch_size: int, l
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, config)
         numbers = range(step * batch_size, (step + 1) * batch_size)
-        rows = [labelled(task, task.example(length, None, number)[0], length) for number in numbers]
+        rows = [labelled(task, task.query(length, None, number)[0], length) for number in numbers]
         tokens_BT, labels_BT = (torch.from_numpy(np.stack(column)).to(device) for column in zip(*rows, strict=True))
         loss = model(tokens_BT, labels=labels_BT, output_state=False).loss
         loss.backward()
@@ -102,7 +99,7 @@ def train(model: TostLM, task: Task, length: int, steps: int, batch_size: int, l
         optimizer.zero_grad()
 
 
-def labelled(task: Task, example: Example, length: int) -> tuple[np.ndarray, np.ndarray]:
+def labelled(task: Queries, example: Query, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and labels of an example, int64 [T] with T = `length`."""
     answer = np.array(example.options[example.right])
     inputs, labels = np.zeros(length, np.int64), np.full(length, IGNORED_LABEL)

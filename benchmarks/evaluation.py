@@ -21,7 +21,9 @@ from pydantic import Field
 
 from benchmarks import measure
 from tost_lm.config import Section, run_program
-from tost_lm.eval.settings import DataSetsConfig
+from tost_lm.tasks.data_sets import DATA_SETS, Sets
+from tost_lm.tasks.missing_word import passages
+from tost_lm.tasks.perplexity import pages
 
 OURS, ONE_BY_ONE, HARNESS = "tost_lm", "one by one, whole logits", "lm-evaluation-harness"
 PRODUCTS = "products alone"
@@ -57,21 +59,18 @@ class EvaluationBenchmarkConfig(Section):
     """Settings of `benchmarks.evaluation`."""
 
     shape: ShapeConfig = Field(default_factory=ShapeConfig)
-    sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
+    sets: Sets = Field(default_factory=dict)
+    """The files of test sets by name, in their published format."""
     bench: BenchConfig
 
 
 def run(config: EvaluationBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
-    from tost_lm.eval.data_sets import find_set_file
-    from tost_lm.eval.protocols.missing_word import passages
-    from tost_lm.eval.protocols.perplexity import pages
-
     bench = config.bench
     cells = []
     with TemporaryDirectory() as folder:
-        for protocol in ("lambada_openai@lm-eval", "wikitext2@lm-eval"):
-            data_set = protocol.split("@")[0]
-            whole, file = find_set_file(data_set, config.sets).path, Path(folder, data_set)
+        for task in ("lambada_openai@lm-eval", "wikitext2@lm-eval"):
+            data_set = task.split("@")[0]
+            whole, file = DATA_SETS[data_set].find_file(config.sets).path, Path(folder, data_set)
             if data_set == "lambada_openai":
                 examples, texts = bench.passages, [json.dumps({"text": text}) for text in passages(whole)]
             else:
@@ -80,10 +79,10 @@ def run(config: EvaluationBenchmarkConfig, device: str) -> tuple[list[dict[str, 
             for model in ("tost", "gpt2"):
                 cell = measure.run_cell(
                     f"benchmarks.evaluation_cells:{model}", device=device, limit_s=bench.cell_seconds,
-                    protocol=protocol, file=str(file), gpt2=str(bench.gpt2.absolute()), rounds=bench.rounds,
+                    task=task, file=str(file), gpt2=str(bench.gpt2.absolute()), rounds=bench.rounds,
                     shape=config.shape.model_dump(),
                 )  # fmt: skip
-                cells.append({"protocol": protocol, "examples": examples, "of": model, **cell})
+                cells.append({"task": task, "examples": examples, "of": model, **cell})
                 print("; ".join(f"{key} {value}" for key, value in table_row(cells[-1]).items()), flush=True)
     shape = config.shape
     text = (
@@ -101,7 +100,7 @@ main = measure.benchmark("evaluation", run)
 def table_row(cell: Mapping[str, Any]) -> dict[str, str]:
     """A row of the table."""
     row = {
-        "protocol": cell["protocol"],
+        "task": cell["task"],
         "model": {"tost": "TSSA", "gpt2": "GPT-2"}[cell["of"]],
         "examples": f"{cell['examples']:,}",
     }

@@ -12,12 +12,14 @@ from benchmarks.evaluation import HARNESS, ONE_BY_ONE, OURS, PRODUCTS
 from benchmarks.measure import interleaved_seconds
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
-from tost_lm.eval.protocols import find_protocol
-from tost_lm.eval.protocols.missing_word import passages
-from tost_lm.eval.protocols.perplexity import detokenized_wikitext, pages
 from tost_lm.inference.generation import LanguageModel
-from tost_lm.inference.likelihood import BATCH_TOKENS, Request, score_requests
+from tost_lm.inference.likelihood import BATCH_TOKENS, score_requests
+from tost_lm.inference.requests import Request
 from tost_lm.model import ModelConfig, TostLM
+from tost_lm.tasks.missing_word import passages
+from tost_lm.tasks.perplexity import detokenized_wikitext, pages
+from tost_lm.tasks.registry import find_task
+from tost_lm.tasks.scored import ScoredTask
 
 VOCAB_SIZE = 50304
 
@@ -65,7 +67,7 @@ def gpt2(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
     harness = harness_class(
         pretrained=model, tokenizer=theirs, batch_size=max(1, BATCH_TOKENS[device] // longest), device=device
     )
-    if call["protocol"].startswith("lambada"):
+    if call["task"].startswith("lambada"):
         kind, texts = "loglikelihood", [_split(text) for text in passages(Path(call["file"]))]
     else:
         kind, texts = "loglikelihood_rolling", [(detokenized_wikitext(page),) for page in pages(Path(call["file"]))]
@@ -86,8 +88,10 @@ def gpt2(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
     return {"tokens": _tokens(requests), "seconds": seconds}
 
 
-def _requests(tokenizer: Tokenizer, window: int, *, protocol: str, file: str, **_: Any) -> list[Request]:
-    found = find_protocol(protocol).examples(Path(file), tokenizer, window)
+def _requests(tokenizer: Tokenizer, window: int, *, task: str, file: str, **_: Any) -> list[Request]:
+    _, scored = find_task(task)
+    assert isinstance(scored, ScoredTask)
+    found = scored.examples(Path(file), tokenizer, window)
     return [request for example in found for request in example.requests]
 
 

@@ -23,10 +23,10 @@ settings with type, default and meaning, and `--help SECTION` those of one secti
 settings and does nothing else. Bad input ends with exit code 2 and one line for each mistake. Ctrl-C ends with exit
 code 130, in training with 75 after a save. Run the same command again to resume.
 
-`tost` alone lists the commands. On one node, `tost train`, `tost preflight` and most evaluation commands start their
+`tost` alone lists the commands. On one node, `tost train`, `tost preflight` and `tost eval` start their
 ranks themselves: `launch.ranks` of them, by default one per GPU. `tost generate` starts
 `parallel.tensor × parallel.sequence` ranks. Under torchrun, start their modules: `-m tost_lm.pretrain.commands.train`,
-`-m tost_lm.eval.commands.zero_shot` and so on.
+`-m tost_lm.eval.commands.evaluate` and so on.
 """
 
 

@@ -359,7 +359,7 @@ def run_program(
     *,
     name: str,
     doc: str,
-    positional: Literal["CONFIG", "[CONFIG]", "[ARGUMENT…]", "RUN", "RUN…", "RUN CONFIG", "FOLDER", "SOURCE"],
+    positional: Literal["CONFIG", "[CONFIG]", "[ARGUMENT…]", "RUN", "RUN…", "RUN TASK…", "FOLDER", "SOURCE"],
     config: type[AnySection],
     prompt: str | None = None,
     arguments: Sequence[str] | None = None,
@@ -370,7 +370,8 @@ def run_program(
         name: the command, `tost train`, or the module of a program that is no command.
         positional: the positional argument: a TOML file with the settings or the name of a recipe (`[CONFIG]`:
             optional, else `path` is None), or a checkpoint (run folder, step folder or export), folder or file; with
-            `RUN…`, `path` is a list, and with `RUN CONFIG` the checkpoint.
+            `RUN…`, `path` is a list. `RUN TASK…` adds names to the setting `tasks`, and one TASK may be a file with
+            settings: `path` is a list of the checkpoint and of this file, if there is one.
             `[ARGUMENT…]` is for a program that reads its arguments itself and passes `arguments=[]`.
         prompt: the setting that a second positional argument sets, unless that has the form of a setting.
 
@@ -395,10 +396,14 @@ def run_program(
         file = None
         if "CONFIG" in positional and paths:
             paths[-1] = file = find_recipe(paths[-1])
+        if positional == "RUN TASK…":
+            file, names = _suite_and_names(config, paths[1:])
+            paths = [paths[0], file] if file else paths[:1]
+            overrides = [f"tasks={toml_value(names)}", *overrides]
         settings = load_config(config, file, overrides, from_user=True)
         if dry_run:
             print(to_toml(settings), end="")
-        elif positional == "RUN…":
+        elif positional.endswith("…"):
             main(paths, settings)
         else:
             main(paths[0] if paths else None, settings)
@@ -466,11 +471,13 @@ def _parse(
         raise ConfigError(f"unknown flag: {unknown[0]}; write settings as section.key=value, see --help")
     rest = [word for word in words if word not in flags]
     names = positional.split()
-    paths = list(takewhile(lambda word: "=" not in word, rest[: None if positional == "RUN…" else len(names)]))
+    paths = list(takewhile(lambda word: "=" not in word, rest[: None if positional.endswith("…") else len(names)]))
     if len(paths) < len(names):
         if positional.startswith("["):
             return [], rest, bool(flags)
-        raise ConfigError(f"{names[len(paths)]} is missing; write {command} {positional} before any section.key=value")
+        raise ConfigError(
+            f"{names[len(paths)].rstrip('…')} is missing; write {command} {positional} before any section.key=value"
+        )
     looks_like_setting = len(rest) > 1 and re.match(r"(\w+)(\.\w+)*=", rest[1])
     if prompt and looks_like_setting and looks_like_setting[1] not in sections:
         as_prompt = shlex.quote(f"{prompt}={toml_value(rest[1])}")
@@ -484,6 +491,19 @@ def _parse(
     for path in paths:
         require_local(positional.strip("[…]"), path)
     return [Path(path) for path in paths], rest[len(paths) :], bool(flags)
+
+
+def _suite_and_names(config: type[Section], words: Sequence[Path]) -> tuple[Path | None, list[str]]:
+    """The file or recipe among the words, if any, and all names: its `tasks` and the other words."""
+    suites = [word for word in words if word.suffix == ".toml" or recipes().get(str(word), word).parent.name == "eval"]
+    if len(suites) > 1:
+        raise ConfigError(f"{suites[1]}: a second file; name one, and further tasks")
+    file = find_recipe(suites[0]) if suites else None
+    given = _with_base(config, file).get("tasks", []) if file else []
+    return file, [
+        *(given if isinstance(given, list) else [given]),
+        *(str(word) for word in words if word not in suites),
+    ]
 
 
 def _exit_with_lines(error: TostError) -> NoReturn:

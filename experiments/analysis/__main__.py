@@ -10,7 +10,7 @@ Writes results.json, report.html, report.md and the figures to RUN/eval/tssa_lay
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
@@ -18,18 +18,23 @@ from experiments.analysis import coding_rate, memberships
 from experiments.analysis.layers import Analysis, read_text
 from tost_lm.checkpointing.format import MANIFEST, read_model_config
 from tost_lm.checkpointing.run_folder import step_folders
-from tost_lm.config import Section, run_program
+from tost_lm.config import NAMES_FILES, Section, run_program
 from tost_lm.data.shards import Shards
 from tost_lm.errors import ConfigError
-from tost_lm.eval.settings import TextConfig
 from tost_lm.files import sha256_file
 from tost_lm.inference.subject import Subject, pick_device
 from tost_lm.interop.load import load
 from tost_lm.markdown import code, escape
-from tost_lm.report import require_packages
-from tost_lm.report.page import Page
+from tost_lm.page import Page, require_packages
 
 PROTOCOL = "tssa_layers@1"
+
+
+class TextConfig(Section):
+    """The held-out text."""
+
+    shards: Annotated[str, NAMES_FILES] = ""
+    """Shard folder whose `valid` split is used; empty: the training shards of the run."""
 
 
 class MembershipsConfig(Section):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tost_lm.report.page import Chart, line_data, new_panels, position_axis, shade, step_axis
+from tost_lm.page import Chart, line_data, new_panels, position_axis, shade, step_axis
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -30,7 +30,7 @@ from tost_lm.markdown import escape, table, with_error
 from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.model import TostLM
 from tost_lm.ops.positions import position_ends
-from tost_lm.report.page import CONTRAST, DARK, Chart, Page, line_data, new_figure
+from tost_lm.page import CONTRAST, DARK, Chart, Page, line_data, new_figure
 
 MIN_MASS = torch.finfo(torch.float64).tiny  # avoids 0/0 for a head without tokens
 

@@ -19,7 +19,7 @@ from experiments.analysis.layers import Analysis, LayerTile, observe_layers, run
 from tost_lm.markdown import table
 from tost_lm.model import LMState, ModelConfig, TostLM
 from tost_lm.ops.positions import position_ends
-from tost_lm.report.page import Chart, Page
+from tost_lm.page import Chart, Page
 
 MIN_DEVIATION = 1e-7
 """A standard deviation of memberships below this is rounding error of float32 scores."""

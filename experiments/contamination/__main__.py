@@ -20,9 +20,9 @@ from tost_lm.config import Section, read_toml, run_program
 from tost_lm.data.shards import Shards
 from tost_lm.data.workers import available_cores
 from tost_lm.errors import ConfigError, printable
-from tost_lm.eval.data_sets import find_set_file
-from tost_lm.eval.settings import DataSetsConfig
 from tost_lm.files import write_rows
+from tost_lm.tasks.data_sets import DATA_SETS, Sets
+from tost_lm.tasks.registry import FAMILIES  # noqa: F401, declares the test sets
 
 SHOWN = 10
 PROGRESS_SECONDS = 10.0
@@ -41,22 +41,21 @@ class ContaminationConfig(Section):
     """Settings of `experiments.contamination`."""
 
     contamination: OverlapConfig = Field(default_factory=OverlapConfig)
-    sets: DataSetsConfig = Field(default_factory=DataSetsConfig)
+    sets: Sets = Field(default_factory=dict)
+    """The files of test sets by name, in their published format."""
 
 
 def main(path: Path, config: ContaminationConfig) -> None:
-    from experiments.contamination.test_sets import READERS  # not in the worker processes, which need no torch
-
     output = config.contamination.output
-    given = [name for name, file in config.sets if file is not None]
-    if not given:
-        raise ConfigError(f"sets: no test set; give a file, for example sets.{next(iter(READERS))}=FILE")
-    if unknown := [name for name in given if name not in READERS]:
-        raise ConfigError(f"sets.{unknown[0]}: has no separate examples; leave it out, or give {', '.join(READERS)}")
+    readers = {name: data_set.texts for name, data_set in DATA_SETS.items() if data_set.texts}
+    if not config.sets:
+        raise ConfigError(f"sets: no test set; give a file, for example sets.{next(iter(readers))}=FILE")
+    if unknown := [name for name in config.sets if name not in readers]:
+        raise ConfigError(f"sets.{unknown[0]}: has no separate examples; leave it out, or give {', '.join(readers)}")
     if output and output.exists():
         raise ConfigError(f"contamination.output {output}: exists already; give a new file")
     opened = [Shards.open(folder) for folder in training_folders(path)]
-    texts = {name: list(READERS[name](find_set_file(name, config.sets).path)) for name in given}
+    texts = {name: list(readers[name](DATA_SETS[name].find_file(config.sets).path)) for name in config.sets}
     workers = config.contamination.workers or available_cores()
     rows = []
     for shards in opened:

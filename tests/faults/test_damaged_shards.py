@@ -72,6 +72,7 @@ def test_a_shard_that_changed_before_the_start(workplace: Path, folder: Path):
         assert_ends_in_one_line(running, f"shards/train_00000.bin: damaged between bytes 0 and {end}", FIX)
 
 
+@pytest.mark.slow
 def test_a_shard_that_changes_during_a_run(
     workplace: Path, folder: Path, uninterrupted: Path, record_fault: RecordFault
 ):

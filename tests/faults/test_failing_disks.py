@@ -12,9 +12,9 @@ from test_stopped_runs import assert_same_run, saved_steps
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
-from tost_lm.eval.commands import zero_shot
-from tost_lm.eval.settings import ZeroShotConfig
+from tost_lm.eval.commands import evaluate
 from tost_lm.inference.ranks import Ranks
+from tost_lm.tasks.settings import EvalConfig
 
 Times = Callable[[int], int]
 RecordFault = Callable[[str, int, str], None]
@@ -66,7 +66,7 @@ def test_an_evaluation_that_cannot_write_its_result_is_refused_before_it_scores(
     monkeypatch.setattr(Ranks, "load", lambda *arguments: pytest.fail("the model was loaded"))
     line = r"runs/tiny/eval/heldout@bpb/results\.json: cannot be written: Read-only file system; make .*/tiny writable"
     with pytest.raises(ConfigError, match=line):
-        zero_shot.main(Path("runs/tiny"), load_config(ZeroShotConfig, None, []))
+        evaluate.main([Path("runs/tiny")], load_config(EvalConfig, None, ["tasks=['heldout']"]))
 
 
 @pytest.mark.slow

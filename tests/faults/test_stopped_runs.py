@@ -99,6 +99,7 @@ PHASES = {
 }
 
 
+@pytest.mark.slow
 def test_preemption_loses_no_step(workplace: Path, uninterrupted: Path, record_fault: RecordFault):
     words = ("validation.every=3", "validation.sequences=4", "train.steps=300")
     reached = 0
@@ -262,12 +263,3 @@ def test_a_second_launch_is_refused_and_the_first_continues(workplace: Path, tim
     with launch(workplace, 2, "train.steps=100000") as third:  # a stale lock is ignored
         third.until(lambda: third.step() > before)
     record_fault("two launches on one run folder", times(5), "the second is refused; a stale lock is ignored")
-
-
-@pytest.mark.slow
-def test_stopping_and_resuming_three_times(workplace: Path, uninterrupted: Path, record_fault: RecordFault):
-    for stop in (7, 8, 150):
-        train(workplace, 2, f"run.stop_at_step={stop}")
-    train(workplace, 2)
-    assert_same_run(workplace / "runs/tiny", uninterrupted)
-    record_fault("stop and resume", 3, "losses, weights and optimizer bit-exact")

@@ -9,7 +9,7 @@ import pytest
 from forked import ENVIRONMENT
 from shared_data import SHARED
 
-from tost_lm.eval.published import MEASURED_GPT2, PUBLISHED
+from tost_lm.tasks.published import MEASURED_GPT2, PUBLISHED
 
 GPT2 = SHARED / "gpt2"
 """A folder of the Hugging Face library with GPT-2 124M and its tokenizer."""
@@ -23,10 +23,10 @@ def test_gpt2_has_its_known_results(tmp_path: Path):
     (tmp_path / "gpt2").mkdir()  # results are written beside the weights
     for file in GPT2.iterdir():
         (tmp_path / "gpt2" / file.name).symlink_to(file)
-    protocols = json.dumps(list(dict.fromkeys(row.protocol for row in KNOWN)))
-    words = [f"zero_shot.protocols={protocols}", *(f"sets.{name}={SHARED}/eval/{file}" for name, file in SETS.items())]
-    command = [sys.executable, "-m", "tost_lm.cli.main", "eval", "zero-shot", "gpt2", *words]
+    tasks = dict.fromkeys(row.task for row in KNOWN)
+    words = [*tasks, *(f"sets.{name}={SHARED}/eval/{file}" for name, file in SETS.items())]
+    command = [sys.executable, "-m", "tost_lm.cli.main", "eval", "gpt2", *words]
     subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, check=True)
     for row in KNOWN:
-        results = json.loads((tmp_path / f"gpt2/eval/{row.protocol}/results.json").read_text())
+        results = json.loads((tmp_path / f"gpt2/eval/{row.task}/results.json").read_text())
         assert results["model"][row.measure] == pytest.approx(row.value, rel=0.002), row

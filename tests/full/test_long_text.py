@@ -1,4 +1,4 @@
-"""`tost eval text` reads 2,097,152 tokens: flat memory, the same result on 1 and 4 ranks, and after Ctrl-C."""
+"""Task `text@bpb` reads 2,097,152 tokens: flat memory, the same result on 1 and 4 ranks, and after Ctrl-C."""
 
 import json
 import random
@@ -73,7 +73,7 @@ def write_text(path: Path, tokenizer: Tokenizer, words: list[str], draws: random
 
 
 def command(folder: Path, tokens: int, ranks: int) -> list[str]:
-    return ["tost eval text", "model", f"text.file={tokens}.txt", f"launch.ranks={ranks}"]
+    return ["tost eval", "model", "text", f"text.file={tokens}.txt", f"launch.ranks={ranks}"]
 
 
 def measure(folder: Path, tokens: int, ranks: int) -> tuple[int, dict[str, Any]]:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from memory_of_training import settings_of, train_measured
 from other_forms import OTHER_FORMS
-from test_plan_on_ranks import assert_as_planned
 
 from tost_lm.config import validate
 from tost_lm.pretrain.plan.memory import peak_moment
@@ -75,11 +74,3 @@ def test_planned_and_measured_peaks_agree_to_a_tenth(ranks: int, shape: dict[str
         recomputed_on_ranks = ranks > 1 and config.memory.activation_checkpointing == "full"
         loose = recomputed_on_ranks or config.model.vocab_size > 100_000
         assert moment.total == pytest.approx(measured.peak_bytes, rel=0.3 if loose else 0.1)
-
-
-@pytest.mark.parametrize(
-    ("axis", "model"),
-    [("tensor", {"pattern": "TA"}), ("sequence", {"pattern": "DA"}), ("tensor", {"pattern": "TA", **OTHER_FORMS})],
-)
-def test_models_on_the_other_axis(axis: str, model: dict[str, Any]):
-    assert_as_planned(axis, model)

@@ -6,27 +6,25 @@
 import time
 
 import pytest
+from evaluations import RETRIEVAL
 from shared_data import GPT2_BPE, needs_shared
 
-from tost_lm.config import validate
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
-from tost_lm.eval.retrieval import make_tasks
-from tost_lm.eval.retrieval.haystacks import Text
-from tost_lm.eval.settings import RetrievalConfig
-from tost_lm.inference.protocol_names import RETRIEVAL_TASKS
+from tost_lm.tasks.haystacks import Text
+from tost_lm.tasks.registry import make_queries
 
 LENGTH = 2_097_152
 
 
 @needs_shared
-@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
+@pytest.mark.parametrize("name", RETRIEVAL)
 def test_an_example_of_two_million_tokens(name):
     tokenizer = gpt2_tokenizer(GPT2_BPE)
     line = tokenizer.encode_array("The lines of this page are short. They say little! Do they? No.\n\n" * 1000)
     text = Text("the text", (line for _ in range(LENGTH // len(line) + 1)), {})
-    (task,) = make_tasks(validate(RetrievalConfig, {"retrieval": {"tasks": [name]}}, "test"), tokenizer, lambda: text)
+    task = make_queries(name, tokenizer, lambda: text)
     started = time.process_time()
-    example, control = task.example(LENGTH, task.depths[0], 0)
+    example, control = task.query(LENGTH, task.depths[0], 0)
     print(f"\n{name}: {time.process_time() - started:.1f} s")
     assert len(example.prompt) + task.room == len(control.prompt) + task.room == LENGTH
     written, left = (tokenizer.decode(one.prompt.tolist()) for one in (example, control))

@@ -7,6 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "programs")]
 
@@ -72,6 +74,22 @@ ROWS = {
     "piqa": [{"goal": "A", "sol1": "bc", "sol2": "d", "label": 0}],
 }
 
+
+def write_hugging_face(folder: Path) -> None:
+    """Write a GPT-2 of bytes with random weights, as `save_pretrained` does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(["<end>", *letters])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    torch.manual_seed(0)
+    settings = GPT2Config(vocab_size=257, n_positions=192, n_embd=16, n_layer=1, n_head=2, eos_token_id=0)
+    GPT2LMHeadModel(settings).save_pretrained(folder)
+
+
 if __name__ == "__main__":
     frozen = HERE / "frozen"
     (frozen / "sets").mkdir(parents=True)
@@ -83,6 +101,7 @@ if __name__ == "__main__":
         (frozen / f"sets/{name}.txt").write_text(text)
     for name, rows in ROWS.items():
         (frozen / f"sets/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_hugging_face(frozen / "gpt2")
     (frozen / "run.toml").write_text(RUN.lstrip())
     draws = random.Random(1)
     (frozen / "haystack.txt").write_text(

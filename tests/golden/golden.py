@@ -163,24 +163,25 @@ PROGRAMS: dict[str, tuple[int, str]] = {
 SETS = [f"sets.{path.stem}=sets/{path.name}" for path in sorted((FROZEN / "sets").iterdir())]
 """All test sets: `sets.NAME=FILE`."""
 ZERO_SHOT = [
-    "heldout@bpb", "wikitext2@hf-stride20", "wikitext2@lm-eval", "lambada_openai@lm-eval", "lambada_openai@last-token",
+    "wikitext2@hf-stride20", "wikitext2@lm-eval", "lambada_openai@lm-eval", "lambada_openai@last-token",
     "lambada_openai@tost", "ptb@megatron", "cbt_cn@gpt2", "cbt_cn@tost", "hellaswag@lm-eval", "arc_challenge@lm-eval",
     "piqa@lm-eval",
 ]  # fmt: skip
-RETRIEVAL = [
-    "needle@words", *(f"niah_{kind}@own-words" for kind in (
-        "single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3", "multivalue", "multiquery")),
-    *(f"{kind}@own-words" for kind in ("vt", "cwe", "fwe", "qa_1", "qa_2")),
-]  # fmt: skip
 EVALUATIONS = [
-    ["tost eval zero-shot", f"zero_shot.protocols={json.dumps(ZERO_SHOT)}", *SETS],
-    ["tost eval retrieval", f"retrieval.tasks={json.dumps(RETRIEVAL)}", "retrieval.lengths=[4096]",
-     "retrieval.samples=2", "retrieval.haystack=haystack.txt", "needle.depths=[0.5]"],
-    ["tost eval context", "context.lengths=[128]", "context.shots=[8]", "context.passages=[1]", "context.samples=4"],
-    ["tost eval positions", "positions.times=2", "positions.sequences=2"],
-    ["tost eval text", "text.file=sets/wikitext2.txt"],
+    ["tost eval", *ZERO_SHOT, "heldout", *SETS],
+    ["tost eval", "needle", "ruler", "context", *(f"{name}.{setting}" for name in ("needle", "ruler") for setting in (
+        "lengths=[4096]", "samples=2", "haystack=haystack.txt")), "needle.depths=[0.5]",
+     "context.lengths=[128]", "context.shots=[8]", "context.passages=[1]", "context.samples=4"],
+    ["tost eval", "positions", "text", "positions.times=2", "positions.sequences=2", "text.file=sets/wikitext2.txt"],
     ["tost generate", "sample.tokens=20", "sample.temperature=0.8"],
 ]  # fmt: skip
+HUGGING_FACE = [
+    ["tost eval", "lambada_openai@lm-eval", "wikitext2@lm-eval", "piqa@lm-eval", "needle", "positions", "text", *SETS,
+     "needle.haystack=haystack.txt", "needle.lengths=[160]", "needle.samples=2", "needle.depths=[0.5]",
+     "positions.file=haystack.txt", "positions.times=1", "positions.sequences=2", "text.file=sets/wikitext2.txt"],
+    ["tost generate", "sample.tokens=20"],
+]  # fmt: skip
+"""Evaluations of a folder of the Hugging Face library."""
 
 
 VOLATILE = ("/seconds", "_per_second", "/commit", "/tost_lm", "/xxh3")
@@ -190,7 +191,8 @@ VOLATILE = ("/seconds", "_per_second", "/commit", "/tost_lm", "/xxh3")
 def in_a_folder() -> tempfile.TemporaryDirectory[str]:
     """A folder for the programs, with the frozen shards and run."""
     folder = tempfile.TemporaryDirectory(prefix="tost_lm_golden_")
-    shutil.copytree(FROZEN / "runs", f"{folder.name}/runs")
+    for name in ("runs", "gpt2"):
+        shutil.copytree(FROZEN / name, f"{folder.name}/{name}")
     for name in ("shards", "sets", "haystack.txt", "run.toml"):
         Path(folder.name, name).symlink_to(FROZEN / name)
     return folder
@@ -214,11 +216,12 @@ def evaluated() -> dict[str, Any]:
     """The results of all evaluation programs on the frozen checkpoint, as one value for each key."""
     found = {}
     with in_a_folder() as folder:
-        for program, *words in EVALUATIONS:
-            run(program, "runs/golden", *words, cwd=Path(folder))
-        home = Path(folder, "runs/golden/eval")
-        for path in sorted(home.rglob("results.json")):
-            found |= dict(flat(json.loads(path.read_text()), str(path.parent.relative_to(home))))
+        for model, prefix, programs in (("runs/golden", "", EVALUATIONS), ("gpt2", "gpt2/", HUGGING_FACE)):
+            for program, *words in programs:
+                run(program, model, *words, cwd=Path(folder))
+            home = Path(folder, model, "eval")
+            for path in sorted(home.rglob("results.json")):
+                found |= flat(json.loads(path.read_text()), f"{prefix}{path.parent.relative_to(home)}")
     return found
 
 

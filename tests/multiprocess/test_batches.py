@@ -12,7 +12,7 @@ from torch import Tensor
 from training_on_layouts import BATCH, LR, VOCAB, T, build_engine, micro_batch_size
 
 from tost_lm.config import validate
-from tost_lm.data.loader import Batch, Corpora, Packing
+from tost_lm.data.loader import Corpora, Packing, TrainingBatches
 from tost_lm.data.prefetch import micro_batches, prefetched
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
@@ -35,14 +35,14 @@ class Trained(NamedTuple):
     records: list[tuple[float, float]]
     """Loss and gradient norm of each step."""
     weights: dict[str, Tensor]
-    by_hand: list[float]
-    """Loss by position of the first batch, by a loop over its tokens; one rank only."""
+    by_hand: tuple[list[float], list[float]]
+    """Loss by position and by corpus of the first batch, by a loop over its tokens; one rank only."""
 
 
 def settings(folder: Path, packing: Packing, parallel: ParallelConfig, micro_batch: int) -> PretrainConfig:
     tree = {
         "model": {"layers": 1, "heads": 4, "width": 8, "vocab_size": VOCAB, "max_positions": T},
-        "data": {"mixture": {str(folder / "a"): 2, str(folder / "b"): 1}, "packing": packing},
+        "data": {"mixture": {str(folder / "a"): 1, str(folder / "b"): 2}, "packing": packing},
         "train": {"steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": micro_batch, "seq_len": T},
         "parallel": parallel.model_dump(),
         "run": {"name": "r"},
@@ -52,7 +52,7 @@ def settings(folder: Path, packing: Packing, parallel: ParallelConfig, micro_bat
 
 def corpora_in(folder: Path) -> Corpora:
     lengths = [1 + 37 * i % 49 for i in range(30)]
-    return Corpora([hand_made(folder / name, lengths[at:], vocab_size=VOCAB) for at, name in enumerate("ab")], [2, 1])
+    return Corpora([hand_made(folder / name, lengths[at:], vocab_size=VOCAB) for at, name in enumerate("ab")], [1, 2])
 
 
 def train_packed_both_ways(folder: Path, parallel: ParallelConfig) -> list[Trained]:
@@ -67,7 +67,8 @@ def train(folder: Path, corpora: Corpora, packing: Packing, parallel: ParallelCo
     tiling = tiling_of(config, mesh)
     batches = build_batches(config, corpora, mesh, tiling)
     validation = Validation(batches, mesh, tiling, T, BATCH).measure(engine)
-    by_hand = loss_by_position_by_hand(engine.module, batches[0]) if dist.get_world_size() == 1 else []
+    validation["loss_by_corpus"] = [*validation["loss_by_corpus"].values()]  # each rank has a folder of its own
+    by_hand = losses_by_hand(engine.module, batches) if dist.get_world_size() == 1 else ([], [])
     with prefetched(batches, range(STEPS), config.data.workers, mesh.device) as steps:
         for _, batch in steps:
             outcome = train_step(engine, batch, tiling, LR["adamw"])
@@ -75,16 +76,21 @@ def train(folder: Path, corpora: Corpora, packing: Packing, parallel: ParallelCo
     return Trained(validation, records, dict(zero.full_weights(engine)), by_hand)
 
 
-def loss_by_position_by_hand(model: TostLM, batch: Batch) -> list[float]:
+def losses_by_hand(model: TostLM, batches: TrainingBatches) -> tuple[list[float], list[float]]:
     nats: dict[int, list[float]] = {end: [] for end in POSITION_ENDS}
-    for tokens, labels, cu_seqlens in micro_batches(batch, torch.device("cpu")):
+    of_corpus: dict[int, list[float]] = {0: [], 1: []}
+    corpora = batches.corpora_of(0)
+    for number, (tokens, labels, cu_seqlens) in enumerate(micro_batches(batches[0], torch.device("cpu"))):
+        samples = tokens.numel() // T
         log_p = model(tokens, cu_seqlens=cu_seqlens).logits.log_softmax(-1)
         starts = [0] if cu_seqlens is None else cu_seqlens.tolist()
         for row, column in (labels != IGNORED_LABEL).nonzero().tolist():
             position = column - max(start for start in starts if start <= column)
             end = next(end for end in POSITION_ENDS if position < end)
             nats[end].append(-log_p[row, column, labels[row, column]].item())
-    return [sum(group) / len(group) for group in nats.values()]
+            of_corpus[int(corpora[number * samples + row + column // T])].append(nats[end][-1])
+    by_position, by_corpus = ([sum(one) / len(one) for one in groups.values()] for groups in (nats, of_corpus))
+    return by_position, by_corpus
 
 
 def test_ranks_train_as_one_process(tmp_path: Path):
@@ -93,7 +99,10 @@ def test_ranks_train_as_one_process(tmp_path: Path):
     for one in expected:
         assert one.validation["position_ends"] == POSITION_ENDS
         assert one.validation["loss"] == pytest.approx(one.records[0][0], rel=FLOAT32_REORDERED)
-        assert one.validation["loss_by_position"] == pytest.approx(one.by_hand, rel=FLOAT32_REORDERED)
+        by_position, by_corpus = one.by_hand
+        assert one.validation["loss_by_position"] == pytest.approx(by_position, rel=FLOAT32_REORDERED)
+        assert one.validation["loss_by_corpus"] == pytest.approx(by_corpus, rel=FLOAT32_REORDERED)
+        assert abs(by_corpus[0] - by_corpus[1]) > 1e-3
     for ranks, layout in ((2, {}), (4, {"tensor": 2, "sequence": 2, "zero_stage": 3})):
         parallel = validate(ParallelConfig, layout, "test")
         for found in run_on_ranks(train_packed_both_ways, ranks, tmp_path, parallel):

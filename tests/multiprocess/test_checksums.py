@@ -150,13 +150,10 @@ def drills(tensor: int, cases: list[Case]) -> list[Errors]:
         pytest.param(1, 1, [(0, False)], marks=pytest.mark.quick),
         pytest.param(2, 1, [(0, False), (1, False), (1, True), (2, False), (3, False)], marks=pytest.mark.slow),
         (4, 1, [(0, False)]),
+        pytest.param(4, 2, [(0, False), (3, False)], marks=pytest.mark.slow),
     ],
 )
 def test_every_flipped_bit_is_found_and_named(ranks: int, tensor: int, cases: list[Case]):
-    assert_flips_are_found(ranks, tensor, cases)
-
-
-def assert_flips_are_found(ranks: int, tensor: int, cases: list[Case]) -> None:
     results = run_on_ranks(drills, ranks, tensor, cases)
     for (stage, _), *results_by_rank in zip(cases, *results, strict=True):
         assert [found.in_undamaged_steps for found in results_by_rank] == [""] * ranks

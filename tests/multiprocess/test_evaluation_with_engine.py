@@ -1,7 +1,7 @@
 """Test sets evaluated during training score as in one process, on any parallel layout; training is unchanged."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,17 +11,17 @@ from training_on_layouts import LR, T, build_engine, build_model, micro_batches
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
-from tost_lm.eval.protocols import Row
-from tost_lm.eval.zero_shot import ProtocolsInTraining, score_rows
 from tost_lm.inference.ranks import Ranks
 from tost_lm.parallel import zero
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import tile
+from tost_lm.tasks.in_training import TasksInTraining
+from tost_lm.tasks.task import Row
 from tost_lm.testing import FLOAT32_REORDERED, run_on_ranks
 
 PAGES = "".join(f" = Page {number} = \n \n" + " Some words , of a text . \n" * (3 + 2 * number) for number in range(3))
-PROTOCOL = "wikitext2@hf-stride13"
+TASK = "wikitext2@hf-stride13"
 # ZeRO stage 3 partitions the two weights of more than 100,000 elements, and no smaller ones.
 SHAPE = {"layers": 2, "width": 192, "vocab_size": 576, "pattern": "TA", "softmax": {"window": 5}}
 
@@ -35,21 +35,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def find_protocols(folder: Path) -> ProtocolsInTraining:
+class Facts(NamedTuple):
+    """Facts of a model."""
+
+    context_length: int = T
+    position_limit: None = None
+    pattern: str = "TA"
+    kept_tokens: None = None
+
+
+def find_tasks(folder: Path) -> TasksInTraining:
     tokenizer = SentencePieceTokenizer((folder / "tokenizer.model").read_bytes())
-    return ProtocolsInTraining.find([PROTOCOL], {"wikitext2": folder / "wiki.test.raw"}, tokenizer, T, 3 * T)
+    sets, settings = {"wikitext2": folder / "wiki.test.raw"}, {"zero_shot": {"batch_tokens": 3 * T}}
+    return TasksInTraining.find([TASK], sets, settings, tokenizer, None, Facts())  # pyright: ignore[reportArgumentType]
 
 
-def measured_alone(found: ProtocolsInTraining, weights: dict[str, Tensor]) -> list[Row]:
+def measured_alone(found: TasksInTraining, weights: dict[str, Tensor]) -> list[Row]:
     model = build_model(**SHAPE).eval()
     model.load_state_dict(weights)
-    return [
-        protocol.totals(score_rows(Ranks(), model, protocol, examples, found.batch_tokens))
-        for protocol, _, examples in found.protocols
-    ]
+    return [measured.measure(model, Ranks()) for _, measured in found.tasks]
 
 
-def train(engine: Any, found: ProtocolsInTraining | None) -> list[list[Row]]:
+def train(engine: Any, found: TasksInTraining | None) -> list[list[Row]]:
     """Scores before and after a few steps, in tiles if the ZeRO stage supports them."""
     mesh, measured, beats = engine.mesh, [], []
     tiling = tile(mesh, T, None if engine.zero_optimization_stage() == 3 else 9)
@@ -63,7 +70,7 @@ def train(engine: Any, found: ProtocolsInTraining | None) -> list[list[Row]]:
 
 
 def measure_on(layouts: list[dict[str, int]], folder: Path, bfloat16: bool) -> list[list[list[Row]]]:
-    found, all_measured = find_protocols(folder), []
+    found, all_measured = find_tasks(folder), []
     for layout in layouts:
         parallel = validate(ParallelConfig, layout, "test")
         engine, alone = (
@@ -85,11 +92,14 @@ def measure_on(layouts: list[dict[str, int]], folder: Path, bfloat16: bool) -> l
 
 
 @pytest.mark.slow
-def test_four_ranks_score_as_one_process(folder: Path):
-    assert_measured_as_one_process([{"sequence": 2, "zero_stage": 3}], folder, bfloat16=False)
-
-
-def assert_measured_as_one_process(layouts: list[dict[str, int]], folder: Path, bfloat16: bool) -> None:
+@pytest.mark.parametrize(
+    ("layouts", "bfloat16"),
+    [
+        ([{"sequence": 2, "zero_stage": 3}, {"zero_stage": 3}], False),
+        ([{"tensor": 2, "sequence": 2, "zero_stage": 1}, {"tensor": 2, "zero_stage": 3}], True),
+    ],
+)
+def test_four_ranks_score_as_one_process(folder: Path, layouts: list[dict[str, int]], bfloat16: bool):
     first, *others = run_on_ranks(measure_on, 4, layouts, folder, bfloat16)
     assert others == [first] * 3
     for measured in first:

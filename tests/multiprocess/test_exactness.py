@@ -90,14 +90,23 @@ def train_on_mesh(mesh: Mesh, name: str, optimizer: str) -> list[Any]:
     return [*record, whole({name: p.detach() for name, p in model.named_parameters()}, model, mesh)]
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), [pytest.param(1, 4, marks=pytest.mark.slow), (2, 2)])
-def test_training_equals_one_process(tensor: int, sequence: int):
-    # Gradients are compared, not only what an optimizer makes of them: one for each model will do.
-    optimizers = ("adamw", "sgd", "adamw", "sgd" if tensor > 1 else "muon", "sgd")
-    assert_training_equals_one_process(tensor, sequence, list(zip(MODELS, optimizers, strict=True)))
+MIXED = ("adamw", "sgd", "adamw", "sgd", "sgd")  # gradients are compared, too: one for each model will do
 
 
-def assert_training_equals_one_process(tensor: int, sequence: int, cases: list[tuple[str, str]]) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "sequence", "optimizers"),
+    [
+        (2, 2, MIXED),
+        pytest.param(1, 4, ("muon",) * 5, marks=pytest.mark.slow),
+        *(
+            pytest.param(*axes, (optimizer,) * 5, marks=pytest.mark.slow)
+            for axes in [(1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
+            for optimizer in ("sgd", "adamw")
+        ),
+    ],
+)
+def test_training_equals_one_process(tensor: int, sequence: int, optimizers: tuple[str, ...]):
+    cases = list(zip(MODELS, optimizers, strict=True))
     expected = [train_alone(*case) for case in cases]
     for found in run_on_ranks(train_on_ranks, tensor * sequence, tensor, sequence, cases):
         for name, (*steps, weights), (*expected_steps, expected_weights) in zip(cases, found, expected, strict=True):

@@ -10,6 +10,8 @@ from torch import Tensor
 from toy_mixer import rank_shard
 
 from tost_lm.mixers.delta import ranks as delta_ranks
+from tost_lm.mixers.facts import RecurrentFacts
+from tost_lm.mixers.registry import FACTS
 from tost_lm.model import ModelConfig
 from tost_lm.ops import short_conv as convolution
 from tost_lm.ops.layout import LocalDocuments, SequenceSplit
@@ -21,6 +23,8 @@ from tost_lm.testing.conformance.adapter import State, Subject
 LENGTHS = (1, 2, 9, 1, 1, 5, 2)
 """Tokens of the first ranks; the last one has the rest of T."""
 T = 40
+EXCHANGING = [letter for letter, facts in FACTS.items() if isinstance(facts, RecurrentFacts)]
+"""Mixers whose ranks exchange statistics; those of softmax gather keys."""
 OFFSETS = (0, 2, 13, 14, 37, 40)  # across cuts, from cut to cut, within a shard
 SETTINGS = {
     "layers": 1,
@@ -43,7 +47,7 @@ class Found(NamedTuple):
 
 
 def compare_with_one_process() -> list[Found]:
-    return [*compare_layer("T"), *compare_layer("D")]
+    return [found for letter in EXCHANGING for found in compare_layer(letter)]
 
 
 def compare_layer(letter: str) -> list[Found]:
@@ -86,7 +90,7 @@ def on_this_rank(
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.quick), 4, 5, 6, 7, 8])
 def test_outputs_states_and_gradients_are_those_of_one_process(ranks: int):
     first, *others = run_on_ranks(compare_with_one_process, ranks)
-    assert len(first) == 2 * 12
+    assert len(first) == 12 * len(EXCHANGING)
     for case, of_others in zip(first, zip(*others, strict=True), strict=True):
         assert case.error < 1e-10, case.where
         for other in of_others:

@@ -16,6 +16,8 @@ from tost_lm.testing import run_on_ranks
 
 GRAD_CLIP = 0.5
 DELTA = {"pattern": "TDA"}
+AXES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
+"""Tensor and sequence ranks; the rest of four are data ranks."""
 
 
 def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer: str, **model: Any) -> list[Record]:
@@ -23,21 +25,21 @@ def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer
     return [train_on_layout(layout, optimizer, GRAD_CLIP, **model) for layout in layouts]
 
 
-# Every pair of axes, and every stage with each axis; tests/full has all layouts.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "sequence", "stages", "optimizer", "model"),
     [
-        (1, 1, (0, 1), "adamw", {}), (2, 1, (0, 2, 3), "sgd", {}),
         pytest.param(1, 2, (0, 2), "sgd", DELTA, marks=pytest.mark.quick),
-        (2, 2, (1, 3), "adamw", DELTA), (2, 1, (1, 2, 3), "sgd", {**OTHER_FORMS, "z_loss": 0.1}),
+        (2, 2, (1, 3), "adamw", DELTA),
+        (2, 1, (1, 2, 3), "sgd", {**OTHER_FORMS, "z_loss": 0.1}),
+        *((*axes, (0, 1, 2, 3), optimizer, {}) for axes in AXES for optimizer in ("sgd", "adamw")),
     ],
-)  # fmt: skip
+)
 def test_four_ranks_train_as_one_process(
     tensor: int, sequence: int, stages: tuple[int, ...], optimizer: str, model: dict[str, Any]
 ):
     layout = {"tensor": tensor, "sequence": sequence}
-    for records in run_on_ranks(partial(train_in_stages, **model), 4, layout, stages, optimizer):
+    for records in run_on_ranks(partial(train_in_stages, **model), 4, layout, stages, optimizer, timeout_s=280):
         for record in records:
             record.assert_as_one_process(optimizer, GRAD_CLIP, **model)
 

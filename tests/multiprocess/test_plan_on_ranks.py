@@ -24,27 +24,25 @@ FEW_NUMBERS = 128
 TINY = {**SMALL, "width": 64, "layers": 2, "vocab_size": 512, "micro_batch": 2}
 
 
-# tests/full has each model on the other axis.
 @pytest.mark.parametrize(
     ("axis", "model"),
     [
-        pytest.param("sequence", {"pattern": "TA"}, marks=pytest.mark.slow),
-        pytest.param("sequence", {"pattern": "TA", **OTHER_FORMS}, marks=pytest.mark.slow),
-        ("sequence", {"pattern": "DA"}),
-        ("tensor", {"pattern": "DA"}),
+        *((axis, {"pattern": "DA"}) for axis in ("sequence", "tensor")),
+        *(
+            pytest.param(axis, {"pattern": "TA", **forms}, marks=pytest.mark.slow)
+            for axis in ("sequence", "tensor")
+            for forms in ({}, OTHER_FORMS)
+        ),
     ],
 )
 def test_memory_to_a_tenth_and_messages_to_the_byte(axis: str, model: dict[str, Any]):
-    assert_as_planned(axis, model)
-
-
-def assert_as_planned(axis: str, model: dict[str, Any]) -> None:
     settings = settings_of(**SMALL, **model, parallel={axis: RANKS})
     for measured in run_on_ranks(train_measured, RANKS, settings):
         assert peak_moment(planned(settings), RANKS).total == pytest.approx(measured.peak_bytes, rel=0.1)
         assert_sent_as_planned(measured, settings)
 
 
+@pytest.mark.slow
 def test_memory_of_gradients_in_bfloat16_until_they_are_added():
     settings = settings_of(
         width=768, layers=8, heads=12, vocab_size=512, tokens=16, micro_batch=1, micro_batches=2, dtype="bfloat16",
@@ -87,7 +85,12 @@ def test_messages_of_what_is_computed_again(pattern: str, layer_scale: float, me
         ("TA", 0, {"tile_tokens": 60, "activation_checkpointing": "full"}),
         pytest.param("TD", 0, {"tile_tokens": 100, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
         ("AD", 0, {"tile_tokens": 100, "activation_checkpointing": "mixers"}),
-        ("AD", 0, {"tile_tokens": 60, "activation_checkpointing": "full", "activation_checkpointing_every": 2}),
+        pytest.param(
+            "AD",
+            0,
+            {"tile_tokens": 60, "activation_checkpointing": "full", "activation_checkpointing_every": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_messages_of_tiles(pattern: str, window: int, memory: dict[str, Any]):
@@ -114,7 +117,7 @@ def test_messages_of_all_to_alls(tile_tokens: int, monkeypatch: pytest.MonkeyPat
         assert [one.sent for one in found] == [by_kind(on_ranks[rank]) for rank in (0, 3)]
 
 
-@pytest.mark.parametrize("tile_tokens", [256, 100])
+@pytest.mark.parametrize("tile_tokens", [pytest.param(256, marks=pytest.mark.slow), 100])
 def test_messages_of_states_that_are_passed_on(tile_tokens: int, monkeypatch: pytest.MonkeyPatch):
     """On average: the first and the last rank pass on less."""
     settings = settings_of(**TINY, heads=8, pattern="DT", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})

@@ -63,23 +63,21 @@ def skipped_on_a_mix(settings: dict[str, Any], bfloat16: bool, optimizer: str) -
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "settings", "bfloat16", "optimizer"),
     [
         # and AdamW for parameters that are no matrices
         pytest.param(2, {"zero_stage": 0}, False, "muon", marks=pytest.mark.quick),
         (2, {"zero_stage": 2}, False, "adamw"),
-        pytest.param(2, {"zero_stage": 1}, True, "adamw", marks=pytest.mark.slow),
-        pytest.param(2, {"zero_stage": 3, "tensor": 2}, False, "adamw", marks=pytest.mark.slow),
+        (2, {"zero_stage": 1}, True, "adamw"),
+        (4, {"zero_stage": 3, "tensor": 2}, False, "adamw"),
+        (4, {"zero_stage": 1, "sequence": 2}, False, "adamw"),
     ],
 )
 def test_every_rank_skips_alike_and_nothing_changes(
     ranks: int, settings: dict[str, Any], bfloat16: bool, optimizer: str
 ):
-    assert_all_skip_alike(ranks, settings, bfloat16, optimizer)
-
-
-def assert_all_skip_alike(ranks: int, settings: dict[str, Any], bfloat16: bool, optimizer: str = "adamw") -> None:
     results = run_on_ranks(skipped_on_a_mix, ranks, settings, bfloat16, optimizer)
     assert all(result == results[0] for result in results)
     for number, (reason_to_skip, unchanged, goes_on) in enumerate(results[0]):

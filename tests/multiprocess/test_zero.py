@@ -39,20 +39,16 @@ def stop_and_resume_each(layouts: list[ParallelConfig], bfloat16: bool) -> list[
     return [stop_and_resume(layout, bfloat16) for layout in layouts]
 
 
-# What the tests of checkpoints do not resume; tests/full has all stages.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "bfloat16"),
+    ("tensor", "stages", "bfloat16"),
     [
-        pytest.param({"zero_stage": 2}, False, marks=pytest.mark.quick),
-        pytest.param({"tensor": 2, "zero_stage": 3}, True, marks=pytest.mark.slow),
+        pytest.param(1, (2,), False, marks=pytest.mark.quick),
+        *((tensor, *case) for tensor in (1, 2) for case in [((0, 1, 2, 3), False), ((1, 3), True)]),
     ],
 )
-def test_resuming_is_not_having_stopped_to_the_bit(layout: dict[str, int], bfloat16: bool):
-    assert_resumed_to_the_bit([layout], bfloat16)
-
-
-def assert_resumed_to_the_bit(layouts: list[dict[str, int]], bfloat16: bool) -> None:
-    validated = [validate(ParallelConfig, layout, "test") for layout in layouts]
+def test_resuming_is_not_having_stopped_to_the_bit(tensor: int, stages: tuple[int, ...], bfloat16: bool):
+    validated = [validate(ParallelConfig, {"tensor": tensor, "zero_stage": stage}, "test") for stage in stages]
     for outcomes in run_on_ranks(stop_and_resume_each, 2, validated, bfloat16):
         for went_on, resumed, same_weights in outcomes:
             assert resumed == went_on
@@ -219,7 +215,9 @@ def short_and_long_steps(layouts: list[dict[str, int]]) -> list[tuple[list[Curve
     return found
 
 
-@pytest.mark.parametrize(("ranks", "layouts"), [(1, [{}]), (2, [{}, {"sequence": 2}, {"tensor": 2}])])
+@pytest.mark.parametrize(
+    ("ranks", "layouts"), [(1, [{}]), pytest.param(2, [{}, {"sequence": 2}, {"tensor": 2}], marks=pytest.mark.slow)]
+)
 def test_steps_in_few_launches_are_those_of_deepspeed(ranks: int, layouts: list[dict[str, int]]):
     """With two micro-batches on one rank, clipping, and a skipped step. DeepSpeed adds up squares in float32."""
     for outcome in run_on_ranks(short_and_long_steps, ranks, layouts):
@@ -285,7 +283,7 @@ def misaligned(stages: list[int], bfloat16: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("stages", "bfloat16"), [([1, 2], False), ([1, 2], True)])
+@pytest.mark.parametrize(("stages", "bfloat16"), [pytest.param([1, 2], False, marks=pytest.mark.slow), ([1, 2], True)])
 def test_large_parameters_begin_where_gpus_load_16_bytes(stages: list[int], bfloat16: bool):
     assert run_on_ranks(misaligned, 2, stages, bfloat16) == [[]] * 2
 

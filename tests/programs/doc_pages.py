@@ -30,6 +30,7 @@ from tost_lm.data.settings import DataPrepConfig
 from tost_lm.pretrain.plan.fit import complete, memory_problem
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.tasks.settings import EvalConfig
 
 UNTESTED = {"text", "mermaid"}
 LANGUAGES = {"bash", "python", "toml", *UNTESTED}
@@ -40,6 +41,7 @@ PAGES = [FIRST, "README.md", *sorted(OTHERS)]
 RECIPES: dict[type[Section], str] = {
     PretrainConfig: "configs/pretrain/demo.toml",
     DataPrepConfig: "configs/data/embedded.toml",
+    EvalConfig: "configs/eval/suite_demo.toml",
 }
 MINUTES_S = 1200
 GPUS_OF_A_JOB = "#SBATCH --gpus-per-node=8\n"
@@ -241,7 +243,7 @@ def program_of(words: list[str]) -> tuple[str, list[str]]:
             return "tost_lm.pretrain.commands.train", rest
         if word == "tost":
             length = next((count for count in (1, 2) if " ".join(rest[:count]) in MODULES), 0)
-            listing = not rest or rest[0].startswith("-") or rest in (["prepare"], ["eval"])
+            listing = not rest or rest[0].startswith("-") or rest == ["prepare"]
             assert length or listing, f"no such command: {shlex.join(words)}"
             return (MODULES[" ".join(rest[:length])], rest[length:]) if length else ("", [])
     return "", []

@@ -211,7 +211,7 @@ def load_recipe(block: Block) -> None:
     if "mixture" in fragment.get("data", {}):
         del tree["data"]["folder"]
     for name, section in fragment.items():
-        tree[name] = {**tree.get(name, {}), **section}
+        tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
     validate(kind, tree, block.name)
 
 

@@ -1,16 +1,16 @@
-"""`tost eval text` that saves its position after each tile, and whose rank 0 ends by END_BY after END_AFTER tokens."""
+"""Task `text@bpb`, which saves its position after each tile, and whose rank 0 ends by END_BY after END_AFTER tokens."""
 
 import math
 import os
 
-from tost_lm.eval.commands import text
+from tost_lm.eval.commands import evaluate
 from tost_lm.inference import text as text_module
-from tost_lm.inference.text import Position, SavedPosition
+from tost_lm.inference.text import SavedPosition, TextPosition
 
 write_if_due = SavedPosition.write_if_due
 
 
-def write_and_end(self: SavedPosition, position: Position) -> None:
+def write_and_end(self: SavedPosition, position: TextPosition) -> None:
     write_if_due(self, position)
     if position.tokens >= int(os.environ["END_AFTER"]) and os.environ.get("RANK", "0") == "0":
         os.kill(os.getpid(), int(os.environ["END_BY"]))
@@ -19,4 +19,4 @@ def write_and_end(self: SavedPosition, position: Position) -> None:
 if __name__ == "__main__":
     text_module.SAVE_EVERY_S, text_module.LARGEST_SHARE = 0.0, math.inf
     SavedPosition.write_if_due = write_and_end
-    text.run()
+    evaluate.run()

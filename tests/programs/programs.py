@@ -12,6 +12,8 @@ from pathlib import Path
 
 from forked import ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port, module_of
 
+from tost_lm.files import read_rows
+
 TINY_RUN = """
 [model]
 layers = 2
@@ -100,6 +102,22 @@ def write_corpus(path: Path, documents: int, words: int) -> None:
 def snapshot(folder: Path) -> dict[str, bytes]:
     """The contents of every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def curve(folder: Path, name: str = "tiny") -> list[tuple[float, ...]]:
+    """Step, loss, gradient norm, learning rate and tokens of each step of a run."""
+    rows = read_rows(folder / "runs" / name / "metrics.jsonl")
+    return [(row["step"], row["loss"], row["grad_norm"], row["lr"], row["tokens"]) for row in rows]
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    return [loss for _, loss, *_ in curve(folder, name)]
+
+
+def weights(folder: Path, name: str) -> dict[str, bytes]:
+    """The files of weights and optimizer state of a run's newest checkpoint."""
+    newest = max((folder / "runs" / name / "checkpoints").iterdir())
+    return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
 
 
 def write_tiny_run(folder: Path) -> None:

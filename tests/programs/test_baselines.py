@@ -10,9 +10,11 @@ from programs import refusal, run, snapshot
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from tost_lm.data.shards import Shards
+from tost_lm.inference.hugging_face import find_subject
 from tost_lm.testing import FLOAT32_REORDERED
 
-LAMBADA = ("eval/lambada_openai@lm-eval", 'zero_shot.protocols=["lambada_openai@lm-eval"]')
+LAMBADA = "lambada_openai@lm-eval"
 
 
 @pytest.fixture(scope="module")
@@ -35,34 +37,78 @@ def folder(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_baseline_has_the_same_results_on_two_ranks_and_is_compared_with_a_run(folder: Path):
-    protocol, chosen = LAMBADA
-    run("tost eval zero-shot", "gpt2", chosen, "sets.lambada_openai=lambada.jsonl", cwd=folder)
-    alone = json.loads((folder / "gpt2" / protocol / "results.json").read_text())
+    folder_of_task = f"eval/{LAMBADA}"
+    run("tost eval", "gpt2", LAMBADA, "sets.lambada_openai=lambada.jsonl", cwd=folder)
+    alone = json.loads((folder / "gpt2" / folder_of_task / "results.json").read_text())
     assert (alone["window_tokens"], alone["model"]["examples"], alone["published_file"]) == (64, 3, False)
-    rows = (folder / "gpt2" / protocol / "rows.jsonl").read_text().splitlines()
+    rows = (folder / "gpt2" / folder_of_task / "rows.jsonl").read_text().splitlines()
     assert [json.loads(row)["tokens"] for row in rows] == [len(" word"), len(" words"), len(" words")]
-    shutil.rmtree(folder / "gpt2" / protocol)
-    run("tost eval zero-shot", "gpt2", chosen, "sets.lambada_openai=lambada.jsonl", cwd=folder, ranks=2)
-    together = json.loads((folder / "gpt2" / protocol / "results.json").read_text())
+    shutil.rmtree(folder / "gpt2" / folder_of_task)
+    run("tost eval", "gpt2", LAMBADA, "sets.lambada_openai=lambada.jsonl", cwd=folder, ranks=2)
+    together = json.loads((folder / "gpt2" / folder_of_task / "results.json").read_text())
     assert together["model"] == pytest.approx(alone["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED)
     assert together["identity"] == alone["identity"]
 
-    run("tost eval zero-shot", "runs/tiny", chosen, "sets.lambada_openai=lambada.jsonl", cwd=folder)
-    text = run("tost eval compare", "runs/tiny", "gpt2", cwd=folder)
+    run("tost eval", "runs/tiny", LAMBADA, "sets.lambada_openai=lambada.jsonl", cwd=folder)
+    text = run("tost compare", "runs/tiny", "gpt2", cwd=folder)
     assert "| gpt2 | accuracy | " in text
     assert "| runs/tiny | accuracy | " in text
     assert "| no: the file is not the published one |" in text
     lines = (folder / "gpt2/eval/results.jsonl").read_text().splitlines()
-    assert [json.loads(line)["protocol"] for line in lines] == ["lambada_openai@lm-eval"] * 2
+    assert [json.loads(line)["protocol"] for line in lines] == [LAMBADA] * 2
+
+
+def test_a_folder_of_the_library_is_read_by_every_task_and_generates(folder: Path):
+    """Nats of a text are those of the library's own model, and greedy tokens are the likeliest ones."""
+    text = "some words of a text\n"
+    (folder / "text.txt").write_text(text)
+    (folder / "lines.jsonl").write_text(json.dumps({"body": text}) + "\n")
+    words = ["text.file=text.txt", "positions.file=lambada.jsonl", "positions.times=1", "positions.sequences=2"]
+    own = ["documents.lines.file=lines.jsonl", "documents.lines.text=body"]
+    run("tost eval", "gpt2", "text", "positions", "lines", *words, *own, cwd=folder)
+    found = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("gpt2/eval/*/results.json")}
+    tokenizer = find_subject(folder / "gpt2").tokenizer()
+    model = GPT2LMHeadModel.from_pretrained(folder / "gpt2").eval()
+    ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]])
+    with torch.no_grad():
+        log_probs_TV = torch.log_softmax(model(ids).logits[0, :-1], -1)
+    nats = -float(log_probs_TV.gather(1, ids[0, 1:, None]).sum())
+    for name in ("text@bpb", "lines@documents"):
+        assert found[name]["model"]["nats"] == pytest.approx(nats, rel=FLOAT32_REORDERED)
+    assert [row["end"] for row in found["positions"]["by_position"]] == [8, 16, 32, 64]
+
+    shards = Shards.open(folder / "out/shards")
+    (folder / "valid.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in shards.texts("valid")))
+    given = ["heldout.shards=out/shards", "documents.valid.file=valid.jsonl"]
+    run("tost eval", "gpt2", "heldout", "valid", "positions", "needle", "needle.samples=1", *given, cwd=folder)
+    heldout, valid = (
+        json.loads((folder / f"gpt2/eval/{name}/results.json").read_text())["model"]
+        for name in ("heldout@bpb", "valid@documents")
+    )
+    assert heldout["bytes"] == shards.manifest["splits"]["valid"]["bytes"] == valid["bytes"]
+    assert heldout["nats"] == pytest.approx(valid["nats"], rel=FLOAT32_REORDERED)
+
+    printed = run("tost generate", "gpt2", "some words", "sample.tokens=5", cwd=folder)
+    ids = [tokenizer.eot, *tokenizer.encode("some words")]
+    for _ in range(5):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1, : tokenizer.vocab_size].argmax()))
+    written = ids[-5:]
+    written = written[: written.index(0)] if 0 in written else written
+    assert printed.startswith(f"some words{tokenizer.decode(written)}") or "\\x" in printed
 
 
 @pytest.mark.parametrize(
     ("program", "words", "problem"),
     [
-        ("tost eval zero-shot", ["gpt2", LAMBADA[1]], "cannot be downloaded ("),
-        ("tost eval zero-shot", ["gpt2"], "gpt2: a Hugging Face model has no shards; choose other "),
-        ("tost eval zero-shot", ["hub:nobody/nothing", "heldout.shards=out/shards"], "nothing: cannot be downloaded ("),
-        ("tost eval compare", ["out"], "out: no results on test sets; run tost eval zero-shot out"),
+        ("tost eval", ["gpt2", LAMBADA], "cannot be downloaded ("),
+        ("tost eval", ["gpt2", "heldout"], "gpt2: a Hugging Face model has no shards; give heldout.shards=FOLDER"),
+        (
+            "tost eval",
+            ["hub:nobody/nothing", "heldout", "heldout.shards=out/shards"],
+            "nothing: cannot be downloaded (",
+        ),
+        ("tost compare", ["out"], "out: no results on test sets; run tost eval out TASK"),
     ],
 )
 def test_mistakes_are_one_line_and_change_nothing(folder: Path, program: str, words: list[str], problem: str):

@@ -1,4 +1,4 @@
-"""`tost eval positions` as a user runs it: one process, copies of the model, a parallel layout, and mistakes."""
+"""The loss by position as a user runs it: one process, copies of the model, a parallel layout, and mistakes."""
 
 import json
 from pathlib import Path
@@ -25,8 +25,8 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 def test_ranks_measure_the_same_as_one_process(trained: Path):
-    words = ["runs/tiny", "positions.times=8", "positions.sequences=3"]
-    output = run("tost eval positions", *words, cwd=trained)
+    words = ["runs/tiny", "positions", "positions.times=8", "positions.sequences=3"]
+    output = run("tost eval", *words, cwd=trained)
     alone = results(trained)
     assert [row["end"] for row in alone["by_position"] if row["trained"]] == [8, 16, 32, 64]
     assert [row["end"] for row in alone["by_position"] if not row["trained"]] == [128, 256, 512]
@@ -35,14 +35,14 @@ def test_ranks_measure_the_same_as_one_process(trained: Path):
     tolerances = {"end": 0, "trained": 0, "nats_per_token": FLOAT32_REORDERED, "standard_error": 1e-3}
     for layout in ("parallel.sequence=2", "parallel.tensor=1"):  # the latter: two copies share three sequences
         (trained / "runs/tiny/eval/positions/results.json").unlink()
-        output = run("tost eval positions", *words, layout, cwd=trained, ranks=2)
+        output = run("tost eval", *words, layout, cwd=trained, ranks=2)
         assert output.count("trained length") == 1
         found = results(trained)
         assert found["identity"] == alone["identity"]
         for row, expected in zip(found["by_position"], alone["by_position"], strict=True):
             for key, relative in tolerances.items():
                 assert row[key] == pytest.approx(expected[key], rel=relative), key
-    assert "reusing runs/tiny/eval/positions/results.json" in run("tost eval positions", *words, cwd=trained)
+    assert "reusing runs/tiny/eval/positions/results.json" in run("tost eval", *words, cwd=trained)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_ranks_measure_the_same_as_one_process(trained: Path):
 )
 def test_mistakes_are_one_line_and_change_nothing(trained: Path, override: str, problem: str):
     before = snapshot(trained / "runs")
-    output = refusal("tost eval positions", "runs/tiny", override, cwd=trained)
+    output = refusal("tost eval", "runs/tiny", "positions", override, cwd=trained)
     assert problem in output
     assert "\n" not in output
     assert snapshot(trained / "runs") == before

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from forked import CHECKOUT, ENVIRONMENT, LIMIT_S
-from programs import run
+from programs import curve, run
 from two_hosts import INTERFACE, two_hosts
 
 import tost_lm
@@ -29,11 +29,6 @@ ACTIVATED = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
 }
 NODE = {"NODES": "2", "NODE_RANK": "1", "RANKS_PER_NODE": "2", "MASTER_ADDR": "node-0"}
-
-
-def curve(workplace: Path) -> list[tuple]:
-    rows = [json.loads(line) for line in (workplace / "runs/tiny/metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in rows]
 
 
 def exit_codes(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:

@@ -30,24 +30,24 @@ def results(folder: Path, protocol: str) -> dict:
 
 
 def test_held_out_text_is_scored_in_windows_of_it(longer: Path):
-    run("tost eval zero-shot", "runs/longer", cwd=longer)
+    run("tost eval", "runs/longer", "heldout", cwd=longer)
     whole = results(longer, "heldout@bpb")
     assert whole["window_tokens"] == TRAINED
-    run("tost eval zero-shot", "runs/longer", "zero_shot.window_tokens=8", cwd=longer)
+    run("tost eval", "runs/longer", "heldout", "zero_shot.window_tokens=8", cwd=longer)
     short = results(longer, "heldout@bpb")
     assert short["window_tokens"] == 8
     assert short["model"]["nats"] != whole["model"]["nats"]
 
 
 def test_retrieval_and_context_tasks_have_it(longer: Path):
-    run("tost eval retrieval", "runs/longer", "retrieval.samples=1", "needle.depths=[0.5]", cwd=longer)
+    run("tost eval", "runs/longer", "needle", "needle.samples=1", "needle.depths=[0.5]", cwd=longer)
     assert max(cell["length"] for cell in results(longer, "needle@words")["cells"]) == TRAINED
-    run("tost eval context", "runs/longer", 'context.tasks=["context_gain@text"]', "context.samples=1", cwd=longer)
+    run("tost eval", "runs/longer", "context_gain@text", "context.samples=1", cwd=longer)
     assert max(cell["length"] for cell in results(longer, "context_gain@text")["cells"]) == TRAINED
 
 
 def test_the_loss_by_position_goes_beyond_it(longer: Path):
-    run("tost eval positions", "runs/longer", cwd=longer)
+    run("tost eval", "runs/longer", "positions", cwd=longer)
     found = results(longer, "positions")
     assert found["trained_tokens"] == TRAINED
     assert found["by_position"][-1]["end"] == 16 * TRAINED
@@ -66,6 +66,9 @@ def test_harness_export_and_card_have_it(longer: Path):
     from tost_lm.interop.hf import export
 
     assert HarnessModel(pretrained=str(longer / "runs/longer")).max_length == TRAINED
+    short = HarnessModel(pretrained=str(longer / "runs/longer"), max_length=9, tokenizer="gpt2")
+    texts = (str(longer), "abcdefghij" * 3)
+    assert short._request(texts, short.tok_encode(texts[1]), [3, 4]).inputs == short.max_length == 9
     export(longer / "runs/longer", longer / "export")
     assert AutoConfig.from_pretrained(longer / "export").max_position_embeddings == TRAINED
     for folder in (longer / "runs/longer/checkpoints/step_00000002", longer / "export"):

@@ -1,4 +1,4 @@
-"""`tost eval suite` on a trained run: interruption, resume, a program that fails, and the table of all results."""
+"""A suite on a trained run: interruption, resume, a task that fails, and the table of all results."""
 
 import json
 import signal
@@ -13,17 +13,15 @@ from programs import refusal, run, snapshot
 from tost_lm.markdown import format_result
 
 SUITE = """
-[zero_shot]
-protocols = ["lambada_openai@lm-eval", "wikitext2@hf-stride65"]
+tasks = ["lambada_openai@lm-eval", "piqa@lm-eval", "passages@own-words"]
 [sets]
 lambada_openai = "lambada.jsonl"
-wikitext2 = "wiki.test.raw"
+piqa = "lambada.jsonl"
 [context]
-tasks = ["passages@own-words"]
 passages = [1, 2, 40]
 samples = 60
 """
-LAMBADA, WIKITEXT = "lambada_openai@lm-eval", "wikitext2@hf-stride65"
+LAMBADA, PIQA = "lambada_openai@lm-eval", "piqa@lm-eval"
 PASSAGES = "passages@own-words"
 
 
@@ -35,7 +33,6 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "suite.toml").write_text(SUITE)
     texts = ["some words of a text, and a word", "a long text and words", "it said words"]
     (folder / "lambada.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (folder / "wiki.test.raw").write_text(" \n = Title = \n \n" + " Some words , of a text . \n" * 20)
     words = ["model.positions=sinusoidal", "model.tssa.denom_bias=head", "train.steps=2"]
     run("tost train", prepared / "run.toml", *words, cwd=folder)
     return folder
@@ -43,40 +40,41 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_suite_that_is_interrupted_resumes_and_writes_one_table(trained: Path):
-    """The first program fails after its first protocol. Ctrl-C ends the second one after its first cell."""
+    """The second task has a file of another format. Ctrl-C ends the third one after its first cell."""
     home = trained / "runs/tiny/eval"
-    suite = Forked("tost eval suite", "runs/tiny", "suite.toml", cwd=trained)
+    suite = Forked("tost eval", "runs/tiny", "suite.toml", cwd=trained)
     deadline = time.monotonic() + LIMIT_S / 2
     while not list(home.glob(f"{PASSAGES}/cells/length_*.json")) and time.monotonic() < deadline:
         time.sleep(0.05)
     suite.send_signal(signal.SIGINT)
-    code, out, errors = suite.finish()
+    code, _, errors = suite.finish()
     assert code == 130, errors
-    failure, *others = filter(None, errors.splitlines())
-    assert failure.startswith(f"error: {WIKITEXT}: the stride is longer than a window of 64 tokens")
-    assert others == ["interrupted; run the same command to resume"]
-    assert "[1/2] tost eval zero-shot runs/tiny/checkpoints/step_00000002 " in out
-    assert "[2/2] tost eval context runs/tiny/checkpoints/step_00000002 " in out
+    assert errors.splitlines()[-1] == "interrupted; run the same command to resume"
     finished = snapshot(home)
     assert f"{LAMBADA}/results.json" in finished
     assert not {f"{PASSAGES}/results.json", "suite.md", "suite.html"} & finished.keys()
 
-    suite = Forked("tost eval suite", "runs/tiny", "suite.toml", "context.passages=[1, 2]", cwd=trained)
+    suite = Forked("tost eval", "runs/tiny", "suite.toml", "context.passages=[1, 2]", cwd=trained)
     code, out, errors = suite.finish()
     assert code == 2
-    assert errors == f"{failure}\nerror: tost eval zero-shot: exit code 2; run the same command to resume\n"
+    assert errors.startswith(f"error: {PIQA}: lambada.jsonl, line 1: goal: field required; give PIQA's")
+    assert errors.count("\n") == 1
     assert out.count(f"/{LAMBADA}/results.json (same checkpoint") == out.count(f"{PASSAGES}: reusing ") == 1
     after = snapshot(home)
     assert {name: after[name] for name in finished} == finished
 
     lines = [line for line in after["suite.md"].decode().splitlines() if line.startswith("|")]
     rows = [[cell.strip().replace("\\", "") for cell in line.split("|")[1:-1]] for line in lines[2:]]
-    failed = "tost eval zero-shot failed (exit code 2)"
-    assert [(row[0], row[2]) for row in rows[:2]] == [(LAMBADA, failed), (WIKITEXT, failed)]
+    of_lambada = [row for row in rows if row[0] == LAMBADA]
+    assert [row[1] for row in of_lambada] == ["accuracy", "word perplexity"]
+    rows = rows[rows.index(of_lambada[-1]) + 2 :]
+    assert rows[0][0] == PIQA
+    assert rows[0][2].startswith("failed: lambada.jsonl, line 1: goal")
+    rows = rows[1:]
     cells = json.loads(after[f"{PASSAGES}/results.json"])["cells"]
     assert [cell["passages"] for cell in cells] == [1, 2]
-    assert [row[1:6] for row in rows[2:]] == [row for cell in cells for row in rows_of(cell)]
-    assert after["suite.html"].decode().count("<tr>") == 1 + len(rows)
+    assert [row[1:6] for row in rows] == [row for cell in cells for row in rows_of(cell)]
+    assert after["suite.html"].decode().count("<tr>") == len(lines) - 1
 
 
 def rows_of(cell: dict[str, Any]) -> list[list[str]]:
@@ -94,22 +92,16 @@ def rows_of(cell: dict[str, Any]) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["suite.toml", "retrieval.lenghts=[64]"], "retrieval.lenghts: unknown key (did you mean retrieval.lengths?)"),
+        (["suite.toml", "needle.lenghts=[64]"], "needle.lenghts: unknown key (did you mean needle.lengths?)"),
         (["suit.toml"], "suit.toml: no such configuration file (did you mean suite.toml?)"),
+        (["suite.toml", "suite"], "suite: a second file; name one, and further tasks"),
         (["suite.toml", "sets.lambada_openai=nowhere"], "sets.lambada_openai nowhere: no such file"),
-        (["suite.toml", 'zero_shot.protocols=["heldout@bp"]'], "'heldout@bp' is not a protocol (did you mean heldout@"),
-        ([], "CONFIG is missing; write tost eval suite RUN CONFIG before any section.key=value"),
+        (["suite.toml", "heldout@bp"], "'heldout@bp' is not a task (did you mean heldout@bpb?)"),
     ],
 )
 def test_a_mistake_is_one_line_and_runs_nothing(trained: Path, words: list[str], problem: str):
     before = snapshot(trained / "runs")
-    output = refusal("tost eval suite", "runs/tiny", *words, cwd=trained)
+    output = refusal("tost eval", "runs/tiny", *words, cwd=trained)
     assert problem in output
     assert "\n" not in output
     assert snapshot(trained / "runs") == before
-
-
-def test_a_launcher_is_rejected(trained: Path):
-    assert refusal("tost eval suite", "runs/tiny", "suite.toml", cwd=trained, RANK="0", WORLD_SIZE="2") == (
-        "tost eval suite starts the ranks itself; run it without a launcher, with launch.ranks=N"
-    )

@@ -19,12 +19,13 @@ from tost_lm.testing import FLOAT32_REORDERED
 
 HELDOUT, NEEDLE, SAMPLE, TEXT = "eval/heldout@bpb", "eval/needle@words", "eval/sample", "eval/text@bpb"
 EXTRAS = ["deepspeed", "megatron", "datasets", "wandb", "matplotlib", "markdown_it"]
-PROGRAMS = {
-    "tost eval zero-shot": (),
-    "tost eval retrieval": ('retrieval.tasks=["needle"]', "retrieval.samples=2", "needle.depths=[0.0, 1.0]"),
-    "tost generate": ("sample.tokens=20", "sample.prompt=some words"),
-    "tost report": (),
-}
+NEEDLES = ("needle", "needle.samples=2", "needle.depths=[0.0, 1.0]")
+COMMANDS = [
+    ("tost eval", ("heldout",)),
+    ("tost eval", NEEDLES),
+    ("tost generate", ("sample.tokens=20", "sample.prompt=some words")),
+    ("tost report", ()),
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def evaluated(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluated")
     (folder / "out").symlink_to(prepared / "out")
     run("tost train", prepared / "run.toml", cwd=folder)
-    for program, words in PROGRAMS.items():
+    for program, words in COMMANDS:
         run(program, "runs/tiny", *words, cwd=folder)
     return folder
 
@@ -71,10 +72,10 @@ def test_results_add_up_and_files_exist(evaluated: Path):
 @pytest.mark.slow
 def test_loading_scoring_and_generating_need_none_of_the_extras(copy: Path):
     shutil.rmtree(copy / "runs/tiny/eval")
-    for program in ("tost eval zero-shot", "tost generate"):
+    for program, words in (COMMANDS[0], COMMANDS[2]):
         script = (
             f"import runpy, sys\nfor name in {EXTRAS!r}: sys.modules[name] = None\n"
-            f"sys.argv = {[*program.split(), 'runs/tiny', *PROGRAMS[program]]!r}\n"
+            f"sys.argv = {[*program.split(), 'runs/tiny', *words]!r}\n"
             "runpy.run_module('tost_lm.cli.main', run_name='__main__')\n"
         )
         done = subprocess.run([sys.executable, "-c", script], cwd=copy, env=ENVIRONMENT, capture_output=True, text=True)
@@ -88,7 +89,7 @@ def test_two_ranks_measure_the_same_as_one_process(copy: Path):
     alone = results(home, HELDOUT)
     rows = (home / HELDOUT / "documents.jsonl").read_text().splitlines()
     shutil.rmtree(home / HELDOUT)
-    output = run("tost eval zero-shot", "runs/tiny", "parallel.tensor=2", cwd=copy, ranks=2)
+    output = run("tost eval", "runs/tiny", "heldout", "parallel.tensor=2", cwd=copy, ranks=2)
     assert output.count("wrote runs/tiny/eval/heldout@bpb/results.json") == output.count("scoring") == 1
     together = results(home, HELDOUT)
     assert f"nats/token, perplexity {together['model']['perplexity_per_token']:,.2f} over " in output
@@ -96,10 +97,10 @@ def test_two_ranks_measure_the_same_as_one_process(copy: Path):
     assert together["model"] == pytest.approx(alone["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED)
     for row, row_alone in zip((home / HELDOUT / "documents.jsonl").read_text().splitlines(), rows, strict=True):
         assert json.loads(row) == pytest.approx(json.loads(row_alone), rel=FLOAT32_REORDERED)
-    assert "reusing runs/tiny/eval/" in run("tost eval zero-shot", "runs/tiny", cwd=copy)
+    assert "reusing runs/tiny/eval/" in run("tost eval", "runs/tiny", "heldout", cwd=copy)
 
 
-def test_protocols_have_the_same_results_on_two_ranks(copy: Path):
+def test_test_sets_have_the_same_results_on_two_ranks(copy: Path):
     texts = ["some words of a text, and a word", "a long text " * 40 + "and words", "it said words"]
     (copy / "lambada.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (copy / "wiki.test.raw").write_text(" \n = Title = \n \n" + " Some words , of a text . \n" * 20)
@@ -107,12 +108,11 @@ def test_protocols_have_the_same_results_on_two_ranks(copy: Path):
     (copy / "piqa.jsonl").write_text(json.dumps(solutions) + "\n" + json.dumps(solutions | {"label": 0}) + "\n")
     test_sets = ["wikitext2@lm-eval", "wikitext2@hf-stride32", "lambada_openai@lm-eval", "lambada_openai@tost"]
     test_sets.append("piqa@lm-eval")
-    names = [*test_sets, "heldout@bpb"]
     words = [
-        f"zero_shot.protocols={json.dumps(names)}", "sets.wikitext2=wiki.test.raw",
+        *test_sets, "heldout", "sets.wikitext2=wiki.test.raw",
         "sets.lambada_openai=lambada.jsonl", "sets.piqa=piqa.jsonl",
     ]  # fmt: skip
-    output = run("tost eval zero-shot", "runs/tiny", *words, cwd=copy)
+    output = run("tost eval", "runs/tiny", *words, cwd=copy)
     assert output.count("wrote ") == 5
     assert "reusing runs/tiny/eval/heldout@bpb" in output
     for name in test_sets:
@@ -123,11 +123,11 @@ def test_protocols_have_the_same_results_on_two_ranks(copy: Path):
     alone = [(results(home, "."), (home / "rows.jsonl").read_text().splitlines()) for home in homes]
     assert [len(rows) for _, rows in alone] == [1, alone[1][0]["model"]["examples"], 3, 3, 2]
     assert alone[0][0]["model"]["words"] == 3 + 20 * 7 + 2  # it counts the empty strings around spaces
-    assert run("tost eval zero-shot", "runs/tiny", *words, cwd=copy).count("reusing ") == 6
+    assert run("tost eval", "runs/tiny", *words, cwd=copy).count("reusing ") == 6
     for home in homes:
         shutil.rmtree(home)
     run(
-        "tost eval zero-shot",
+        "tost eval",
         "runs/tiny",
         *words,
         "parallel.sequence=2",
@@ -144,16 +144,16 @@ def test_protocols_have_the_same_results_on_two_ranks(copy: Path):
             assert row.pop("nats", 0) == pytest.approx(row_alone.pop("nats", 0), rel=FLOAT32_REORDERED)
             assert row == row_alone
         shutil.rmtree(home)
-    run("tost eval zero-shot", "runs/tiny", *words, cwd=copy, ranks=2)  # two copies of the model
+    run("tost eval", "runs/tiny", *words, cwd=copy, ranks=2)  # two copies of the model
     for home, (before, _) in zip(homes, alone, strict=True):
         assert results(home, ".")["model"] == pytest.approx(
             before["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED
         )
     (copy / "lambada.jsonl").write_text('{"text": "other words"}\n')
-    assert run("tost eval zero-shot", "runs/tiny", *words, cwd=copy).count("wrote ") == 2
+    assert run("tost eval", "runs/tiny", *words, cwd=copy).count("wrote ") == 2
 
 
-def test_retrieval_resumes_from_its_cells_and_copies_of_the_model_share_them(copy: Path):
+def test_needles_resume_from_its_cells_and_copies_of_the_model_share_them(copy: Path):
     home = copy / "runs/tiny" / NEEDLE
     cells = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
     alone = results(home, ".")["cells"]
@@ -162,25 +162,23 @@ def test_retrieval_resumes_from_its_cells_and_copies_of_the_model_share_them(cop
     kept = min(cells)
     for name in set(cells) - {kept}:
         (home / "cells" / name).unlink()
-    words = PROGRAMS["tost eval retrieval"]
-    output = run("tost eval retrieval", "runs/tiny", *words, cwd=copy, ranks=2)
+    output = run("tost eval", "runs/tiny", *NEEDLES, cwd=copy, ranks=2)
     assert f"needle@words: reusing 1 of {len(cells)} cells" in output
     assert output.count("needle@words: length ") == len({cell["length"] for cell in alone})
-    assert "warning: with 4 examples of a length, the standard error of an accuracy is up to 25%; raise retr" in output
+    assert "warning: with 4 examples of a length, the standard error of an accuracy is up to 25%; raise need" in output
     assert results(home, ".")["cells"] == alone
     again = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
     assert again.keys() == cells.keys()
     assert again[kept] == cells[kept]
 
-    task = 'retrieval.tasks=["niah_single_1@own-words"]'
-    error = refusal("tost eval retrieval", "runs/tiny", task, cwd=copy)
+    error = refusal("tost eval", "runs/tiny", "niah_single_1@own-words", cwd=copy)
     assert "64 tokens are too few for niah_single_1@own-words, whose texts without a haystack take" in error
 
 
 def test_two_ranks_score_a_text_in_one_stream(copy: Path):
     words = "some words of a text.\n"
     (copy / "text.txt").write_text(words)
-    output = run("tost eval text", "runs/tiny", "text.file=text.txt", "parallel.sequence=2", cwd=copy, ranks=2)
+    output = run("tost eval", "runs/tiny", "text", "text.file=text.txt", "parallel.sequence=2", cwd=copy, ranks=2)
     checkpoint = copy / "runs/tiny/checkpoints/step_00000012"
     tokenizer = read_tokenizer(find_tokenizer(checkpoint))
     ids = tokenizer.encode(words)
@@ -191,7 +189,7 @@ def test_two_ranks_score_a_text_in_one_stream(copy: Path):
     assert (found["model"]["tokens"], found["model"]["bytes"]) == (len(ids), len(words))
     assert output.count(f"final state: {found['state_bytes']:,} bytes") == 1
     (copy / "text.txt").write_text(f"{words}{words}")
-    assert "reusing" not in run("tost eval text", "runs/tiny", "text.file=text.txt", cwd=copy)
+    assert "reusing" not in run("tost eval", "runs/tiny", "text", "text.file=text.txt", cwd=copy)
     assert results(copy / "runs/tiny", TEXT)["model"]["bytes"] == 2 * len(words)
 
 
@@ -228,21 +226,20 @@ def test_the_parallel_layout_must_fit_the_ranks(evaluated: Path):
         "parallel.tensor 1 × parallel.sequence 1 = 1 does not fit the 4 ranks of this launch; set them so that their "
         "product is 4, or set launch.ranks to 1"
     )
-    for program in ("tost eval zero-shot", "tost eval retrieval"):
-        output = refusal(program, "runs/tiny", "parallel.tensor=3", cwd=evaluated, RANK="0", WORLD_SIZE="4")
-        assert output.endswith("so that their product divides 4, or set launch.ranks to 3")
+    output = refusal("tost eval", "runs/tiny", "heldout", "parallel.tensor=3", cwd=evaluated, RANK="0", WORLD_SIZE="4")
+    assert output.endswith("so that their product divides 4, or set launch.ranks to 3")
 
 
 def test_results_are_reused_until_a_setting_changes(copy: Path):
     home = copy / "runs/tiny"
     before = snapshot(home / "eval")
-    for program, words in list(PROGRAMS.items())[:3]:
+    for program, words in COMMANDS[:3]:
         assert "reusing runs/tiny/eval/" in run(program, "runs/tiny", *words, cwd=copy)
     assert snapshot(home / "eval") == before
-    assert "reusing" not in run("tost eval zero-shot", "runs/tiny", "heldout.max_documents=2", cwd=copy)
+    assert "reusing" not in run("tost eval", "runs/tiny", "heldout", "heldout.max_documents=2", cwd=copy)
     assert results(home, HELDOUT)["model"]["documents"] == 2
     step = home / "checkpoints/step_00000004"
-    assert f"wrote {home}/{HELDOUT}" in run("tost eval zero-shot", step, cwd=copy)
+    assert f"wrote {home}/{HELDOUT}" in run("tost eval", step, "heldout", cwd=copy)
     assert results(home, HELDOUT)["identity"]["checkpoint"] == "step_00000004"
     run("tost report", "runs/tiny", cwd=copy)
     assert "not the newest checkpoint" in (home / "report.md").read_text()
@@ -269,10 +266,10 @@ def test_a_damaged_checkpoint_is_reported_and_skipped(copy: Path):
 
 def test_damaged_shards_and_settings_are_rejected(copy: Path):
     (copy / "out").unlink()
-    assert "not a shard folder" in refusal("tost eval zero-shot", "runs/tiny", cwd=copy)
+    assert "not a shard folder" in refusal("tost eval", "runs/tiny", "heldout", cwd=copy)
     (copy / "runs/tiny/config.toml").write_text("[data\n")
-    for program in ("tost eval zero-shot", "tost report"):
-        assert "runs/tiny/config.toml: not valid TOML" in refusal(program, "runs/tiny", cwd=copy)
+    for program, *words in (("tost eval", "heldout"), ("tost report",)):
+        assert "runs/tiny/config.toml: not valid TOML" in refusal(program, "runs/tiny", *words, cwd=copy)
 
 
 @pytest.mark.quick
@@ -282,7 +279,7 @@ def test_a_flipped_bit_in_the_held_out_text_is_noticed(copy: Path, prepared: Pat
     data = bytearray(shard.read_bytes())
     data[100] ^= 1
     shard.write_bytes(data)
-    output = refusal("tost eval zero-shot", "runs/tiny", "heldout.shards=shards", cwd=copy)
+    output = refusal("tost eval", "runs/tiny", "heldout", "heldout.shards=shards", cwd=copy)
     assert "valid_00000.bin: damaged" in output
 
 
@@ -290,8 +287,8 @@ def test_an_export_has_its_own_results(copy: Path):
     step = copy / "runs/tiny/checkpoints/step_00000012"
     model = tost_lm.load(step)
     write_checkpoint(copy / "export", model.config, model.state_dict(), read_tokenizer(find_tokenizer(step)))
-    assert "give heldout.shards=FOLDER" in refusal("tost eval zero-shot", "export", cwd=copy)
-    run("tost eval zero-shot", "export", "heldout.shards=out/shards", "heldout.max_documents=1", cwd=copy)
+    assert "give heldout.shards=FOLDER" in refusal("tost eval", "export", "heldout", cwd=copy)
+    run("tost eval", "export", "heldout", "heldout.shards=out/shards", "heldout.max_documents=1", cwd=copy)
     assert results(copy / "export", HELDOUT)["model"]["documents"] == 1
 
 
@@ -300,9 +297,10 @@ def test_ctrl_c_leaves_no_partial_result(copy: Path):
     shutil.rmtree(copy / "runs/tiny/eval")
     deep_inside = time.monotonic() + 8  # of the evaluation of 40,000 examples, past all imports
     code, errors = interrupt(
-        "tost eval retrieval",
+        "tost eval",
         "runs/tiny",
-        "retrieval.samples=4000",
+        "needle",
+        "needle.samples=4000",
         cwd=copy,
         when=lambda: time.monotonic() > deep_inside,
     )
@@ -318,54 +316,44 @@ def test_shards_of_another_tokenizer_are_rejected(copy: Path, prepared: Path):
     )
     run("tost prepare tokenizer", "other.toml", cwd=copy)
     run("tost prepare shards", "other.toml", cwd=copy)
-    output = refusal("tost eval zero-shot", "runs/tiny", "heldout.shards=other/shards", cwd=copy)
+    output = refusal("tost eval", "runs/tiny", "heldout", "heldout.shards=other/shards", cwd=copy)
     assert "other/shards: made with another tokenizer" in output
 
 
 @pytest.mark.parametrize(
     ("program", "words", "problem"),
     [
-        ("tost eval zero-shot", ["nowhere"], "nowhere: no such folder"),
-        ("tost eval zero-shot", ["out"], "out: not a checkpoint"),
-        ("tost eval zero-shot", ["runs/tiny", "heldout.max_document=3"], "did you mean heldout.max_documents?"),
-        ("tost eval zero-shot", ["runs/tiny", "heldout.shards=runs"], "runs: not a shard folder"),
+        ("tost eval", ["nowhere", "heldout"], "nowhere: no such folder"),
+        ("tost eval", ["out", "heldout"], "out: not a checkpoint"),
+        ("tost eval", ["runs/tiny"], "TASK is missing; write tost eval RUN TASK… before any section.key=value"),
+        ("tost eval", ["runs/tiny", "heldout", "heldout.max_document=3"], "did you mean heldout.max_documents?"),
+        ("tost eval", ["runs/tiny", "heldout", "heldout.shards=runs"], "runs: not a shard folder"),
         (
-            "tost eval zero-shot",
-            ["runs/tiny", 'zero_shot.protocols=["wikitext"]'],
-            "'wikitext' is not a protocol (did you mean wikitext2@tost?); choose from",
+            "tost eval",
+            ["runs/tiny", "wikitext"],
+            "'wikitext' is not a task (did you mean wikitext2@tost?); choose from",
         ),
         (
-            "tost eval zero-shot",
-            ["runs/tiny", 'zero_shot.protocols=["text8@bpc"]'],
+            "tost eval",
+            ["runs/tiny", "text8@bpc"],
             "sets.text8: not set, and the hub does not have this test set; give sets.text8=FILE (text8, the whole",
         ),
+        ("tost eval", ["runs/tiny", "ptb@megatron", "sets.ptb=x"], "sets.ptb x: no such"),
         (
-            "tost eval zero-shot",
-            ["runs/tiny", 'zero_shot.protocols=["ptb@megatron"]', "sets.ptb=x"],
-            "sets.ptb x: no such",
-        ),
-        (
-            "tost eval zero-shot",
-            [
-                "runs/tiny",
-                'zero_shot.protocols=["lambada_openai@lm-eval"]',
-                "sets.lambada_openai=runs/tiny/config.toml",
-            ],
+            "tost eval",
+            ["runs/tiny", "lambada_openai@lm-eval", "sets.lambada_openai=runs/tiny/config.toml"],
             "runs/tiny/config.toml, line 1: wrong format, the file looks like plain text; give JSON lines",
         ),
-        ("tost eval retrieval", ["runs/tiny", "retrieval.lengths=[128]"], "128 exceeds the model's positions (64)"),
-        ("tost eval retrieval", ["runs/tiny", "retrieval.lengths=[10]"], "10 tokens are too few"),
+        ("tost eval", ["runs/tiny", "wikitext2@hf-stride65", "sets.wikitext2=run.toml"], "longer than a window of 64"),
+        ("tost eval", ["runs/tiny", "needle", "needle.lengths=[128]"], "128 exceeds the model's positions (64)"),
+        ("tost eval", ["runs/tiny", "needle", "needle.lengths=[10]"], "10 tokens are too few"),
         (
-            "tost eval retrieval",
-            ["runs/tiny", 'retrieval.tasks=["needles"]'],
-            "'needles' is not a task (did you mean needle?); choose from needle, ruler, needle@words, ",
+            "tost eval",
+            ["runs/tiny", "needles"],
+            "'needles' is not a task (did you mean needle?); choose from zero-shot, ",
         ),
-        (
-            "tost eval retrieval",
-            ["runs/tiny", "retrieval.haystack=nowhere"],
-            "retrieval.haystack nowhere: no such file",
-        ),
-        ("tost eval retrieval", ["runs/tiny", "needle.depths=[2]"], "needle.depths: 2 is not between 0 and 1"),
+        ("tost eval", ["runs/tiny", "needle", "needle.haystack=nowhere"], "needle.haystack nowhere: no such file"),
+        ("tost eval", ["runs/tiny", "needle", "needle.depths=[2]"], "needle.depths: 2 is not between 0 and 1"),
         ("tost generate", ["runs/tiny", "sample.tokens=300"], "shorten sample.prompt or lower sample.tokens"),
         ("tost generate", ["runs/tiny", "a", "b"], "not a setting: b; write section.key=value"),
         ("tost generate", ["runs/tiny", "a", "sample.prompt_file=b"], "give one of them"),
@@ -377,12 +365,12 @@ def test_shards_of_another_tokenizer_are_rejected(copy: Path, prepared: Path):
             "sample.stop: string should have at least 1 char",
         ),
         (
-            "tost eval zero-shot",
-            ["runs/tiny", 'zero_shot.protocols=["wikitext2@lm-eval"]', "sets.wikitext2=out/shards/manifest.json"],
+            "tost eval",
+            ["runs/tiny", "wikitext2@lm-eval", "sets.wikitext2=out/shards/manifest.json"],
             "out/shards/manifest.json, line 1: wrong format, the file looks like JSON lines; give wiki.test.raw",
         ),
-        ("tost eval text", ["runs/tiny"], "text.file: must be set; --help describes it"),
-        ("tost eval text", ["runs/tiny", "text.file=nowhere"], "text.file nowhere: no such file"),
+        ("tost eval", ["runs/tiny", "text"], "text.file: must be set; give text.file=FILE"),
+        ("tost eval", ["runs/tiny", "text", "text.file=nowhere"], "text.file nowhere: no such file"),
         ("tost report", ["out"], "not a run folder, config.toml is missing: out;"),
         ("tost report", ["runs/tiny", "report.folder=x"], "report.folder needs several runs: runs/tiny;"),
     ],

@@ -1,4 +1,4 @@
-"""Test sets during training: the results of `tost eval zero-shot`, the weights of a run without them, and mistakes."""
+"""Test sets during training: the results of `tost eval`, the weights of a run without them, and mistakes."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tost_lm.markdown import format_result
 from tost_lm.testing import FLOAT32_REORDERED
 
 PAGES = "".join(f" = Page {number} = \n \n" + " Some words , of a text . \n" * (3 + 2 * number) for number in range(3))
-PROTOCOLS = ["wikitext2@lm-eval", "lambada_openai@lm-eval"]
+TASKS = ["wikitext2@lm-eval", "lambada_openai@lm-eval"]
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def words(workplace: Path) -> list[str]:
     texts = ["some words of a text, and a word", "a long text " * 40 + "and words", "it said words"]
     (workplace / "lambada.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return [
-        "run.toml", "train.steps=8", "evaluation.every=2", f"evaluation.protocols={json.dumps(PROTOCOLS)}",
+        "run.toml", "train.steps=8", "evaluation.every=2", f"evaluation.tasks={json.dumps(TASKS)}",
         "evaluation.sets.wikitext2=wiki.test.raw", "evaluation.sets.lambada_openai=lambada.jsonl",
     ]  # fmt: skip
 
@@ -32,18 +32,18 @@ def rows(workplace: Path, name: str = "tiny") -> list[dict[str, Any]]:
 
 
 def measured_afterwards(workplace: Path, name: str = "tiny") -> list[dict[str, Any]]:
-    """The results of `tost eval zero-shot` for the last checkpoint."""
+    """The results of `tost eval` for the last checkpoint."""
     run(
-        "tost eval zero-shot", f"runs/{name}", f"zero_shot.protocols={json.dumps(PROTOCOLS)}",
+        "tost eval", f"runs/{name}", *TASKS,
         "sets.wikitext2=wiki.test.raw", "sets.lambada_openai=lambada.jsonl", cwd=workplace,
     )  # fmt: skip
     home = workplace / "runs" / name / "eval"
-    return [json.loads((home / protocol / "results.json").read_text()) for protocol in PROTOCOLS]
+    return [json.loads((home / protocol / "results.json").read_text()) for protocol in TASKS]
 
 
 def assert_as_afterwards(workplace: Path, name: str = "tiny") -> None:
-    """The rows of the last step have the totals of `tost eval zero-shot`."""
-    last = rows(workplace, name)[-len(PROTOCOLS) :]
+    """The rows of the last step have the totals of `tost eval`."""
+    last = rows(workplace, name)[-len(TASKS) :]
     for row, results in zip(last, measured_afterwards(workplace, name), strict=True):
         names = {"step": 8, **{key: results[key] for key in ("protocol", "headline")}}
         names["data_sha256"] = results["identity"]["data_sha256"]
@@ -63,7 +63,7 @@ def weights(workplace: Path, name: str) -> dict[str, bytes]:
 def test_results_equal_those_of_zero_shot_and_weights_are_unchanged(workplace: Path, words: list[str]):
     output = run("tost train", *words, cwd=workplace)
     assert [(row["step"], row["protocol"]) for row in rows(workplace)] == [
-        (step, protocol) for step in (2, 4, 6, 8) for protocol in PROTOCOLS
+        (step, protocol) for step in (2, 4, 6, 8) for protocol in TASKS
     ]
     assert_as_afterwards(workplace)
     log = (workplace / "runs/tiny/log.txt").read_text()
@@ -80,10 +80,45 @@ def test_results_equal_those_of_zero_shot_and_weights_are_unchanged(workplace: P
     assert weights(workplace, "tiny") == weights(workplace, "without")
 
 
+OTHERS = {
+    "needle": {"lengths": [64], "samples": 3, "depths": [0.5]},
+    "positions": {"times": 1, "sequences": 2},
+    "text": {"file": "text.txt"},
+}
+HEADLINES = {"needle@words": "choice_accuracy", "positions": "nats_per_token", "text@bpb": "bits_per_byte"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_other_tasks_equal_those_of_the_checkpoint(workplace: Path, ranks: int):
+    (workplace / "text.txt").write_text("some words of a text\n")
+    given = [f"{name}.{key}={json.dumps(value)}" for name, own in OTHERS.items() for key, value in own.items()]
+    words = ["run.toml", "train.steps=4", "evaluation.every=4", f"evaluation.tasks={json.dumps(list(OTHERS))}"]
+    words += [*(f"evaluation.settings.{setting}" for setting in given), "parallel.zero_stage=2"]
+    run("tost train", *words, cwd=workplace, ranks=ranks)
+    run("tost eval", "runs/tiny", *OTHERS, *given, cwd=workplace)
+    for row in rows(workplace):
+        results = json.loads((workplace / f"runs/tiny/eval/{row['protocol']}/results.json").read_text())
+        if row["protocol"] == "needle@words":
+            expected = results["cells"][0]["choice_accuracy"]
+        elif row["protocol"] == "positions":
+            expected = results["by_position"][-1]["nats_per_token"]
+        else:
+            expected = results["model"]["bits_per_byte"]
+        assert row["headline"] == HEADLINES[row["protocol"]]
+        assert row[row["headline"]] == pytest.approx(expected, rel=1e-4)
+    assert [row["protocol"] for row in rows(workplace)] == list(HEADLINES)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["parallel.zero_stage=3", "parallel.sequence=2"])
 def test_two_ranks_measure_the_same_as_one_process(workplace: Path, words: list[str], layout: str):
-    words = [*words, layout, "memory.mlp_tile_tokens=8", "evaluation.batch_tokens=100", "run.timeout_seconds=60"]
+    words = [
+        *words,
+        layout,
+        "memory.mlp_tile_tokens=8",
+        "evaluation.settings.zero_shot.batch_tokens=100",
+        "run.timeout_seconds=60",
+    ]
     words.append("evaluation.every=4")
     output = run("tost train", *words, cwd=workplace, ranks=2)
     assert output.count("step 8/8  wikitext2@lm-eval  word perplexity ") == 1
@@ -107,19 +142,23 @@ def test_a_resumed_run_measures_no_step_twice(workplace: Path, words: list[str])
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ('evaluation.protocols=["wikitext"]', "evaluation.protocols: 'wikitext' is not a protocol (did you mean"),
-        ('evaluation.protocols=["heldout@bpb"]', "heldout@bpb is measured only by tost eval zero-shot"),
-        ('evaluation.protocols=["lambada_openai@tost"]', "lambada_openai@tost generates text, which training does not"),
+        ('evaluation.tasks=["wikitext"]', "evaluation: 'wikitext' is not a task (did you mean"),
+        ('evaluation.tasks=["heldout@bpb"]', "heldout@bpb is not measured during training"),
+        ('evaluation.tasks=["text"]', "text.file: must be set; give evaluation.settings.text.file=FILE"),
+        ("evaluation.settings.needle.lenghts=[1]", "needle.lenghts: unknown key (did you mean needle.lengths?)"),
         (
-            "evaluation.protocols=[]",
-            "evaluation.every is set without evaluation.protocols: name protocols, or remove it",
+            "evaluation.tasks=[]",
+            "evaluation.every is set without evaluation.tasks: name tasks, or remove it",
         ),
         ("evaluation.sets.wikitext2=nowhere", "evaluation.sets.wikitext2 nowhere: no such file"),
-        ("evaluation.sets.wikitext=wiki.test.raw", "evaluation.sets: wikitext: unknown key (did you mean wikitext2?)"),
-        ('evaluation.protocols=["text8@bpc"]', "give evaluation.sets.text8=FILE"),
+        (
+            "evaluation.sets.wikitext=wiki.test.raw",
+            "sets.wikitext: not a test set (did you mean wikitext2?)",
+        ),
+        ('evaluation.tasks=["text8@bpc"]', "give evaluation.sets.text8=FILE"),
         ("evaluation.sets.lambada_openai=run.toml", "run.toml, line 1: wrong format"),
-        ('evaluation.protocols=["wikitext2@hf-stride65"]', "window of 64 tokens"),
-        ("evaluation.batch_tokens=0", "evaluation.batch_tokens: "),
+        ('evaluation.tasks=["wikitext2@hf-stride65"]', "window of 64 tokens"),
+        ("evaluation.settings.zero_shot.batch_tokens=0", "zero_shot.batch_tokens: "),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_trained(
@@ -131,6 +170,6 @@ def test_mistakes_are_one_line_before_anything_is_trained(
     assert snapshot(workplace).keys() == {"run.toml", "wiki.test.raw", "lambada.jsonl"}
 
 
-def test_protocols_without_an_interval_are_rejected(workplace: Path, words: list[str]):
+def test_tasks_without_an_interval_are_rejected(workplace: Path, words: list[str]):
     output = refusal("tost train", "run.toml", words[3], cwd=workplace)
-    assert "evaluation.protocols is set without evaluation.every: set the number of steps between evaluations" in output
+    assert "evaluation.tasks is set without evaluation.every: set the number of steps between evaluations" in output

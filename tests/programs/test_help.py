@@ -13,13 +13,13 @@ from tost_lm.cli.main import MODULES
 
 pytestmark = pytest.mark.quick
 
-GROUPS = ("tost", "tost prepare", "tost eval")
+GROUPS = ("tost", "tost prepare")
 BENCHMARKS = [
     f"python -m benchmarks.{path.stem}"
     for path in sorted((CHECKOUT / "benchmarks").glob("*.py"))
     if "run_program(" in path.read_text()
 ]
-OWN_ARGUMENTS = ("lm-eval", "recipes")  # no settings
+OWN_ARGUMENTS = ("lm-eval", "recipes", "tasks")  # no settings
 COMMANDS = [*(f"tost {command}" for command in MODULES if command not in OWN_ARGUMENTS), *BENCHMARKS]
 PATHS = {
     "tost prepare tokenizer": ["configs/data/embedded.toml"],
@@ -28,8 +28,7 @@ PATHS = {
     "tost plan": ["configs/pretrain/demo.toml"],
     "tost preflight": ["configs/pretrain/demo.toml"],
     "tost train": ["configs/pretrain/demo.toml"],
-    "tost eval suite": ["runs/some", "configs/eval/suite_demo.toml"],
-    "tost eval text": ["runs/some", "text.file=some.txt"],
+    "tost eval": ["runs/some", "configs/eval/suite_demo.toml"],
     "tost convert": ["ckpt.pt", "convert.folder=x"],
     "python -m benchmarks.evaluation": ["bench.gpt2=gpt2_bpe"],
 }
@@ -112,6 +111,7 @@ def test_the_help_of_a_section_has_its_settings_only(answers: dict[str, Answer])
     [
         ("lm-eval", "    tost lm-eval run --model tost_lm --model_args pretrained=runs/demo --tasks"),
         ("recipes", "    tost recipes copy owt_tost_base"),
+        ("tasks", "  needle@words "),
     ],
 )
 def test_the_help_of_commands_without_settings_imports_nothing_heavy(

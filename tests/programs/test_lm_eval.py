@@ -73,8 +73,7 @@ def harness(place: Path, out: str, ranks: int = 0) -> tuple[dict[str, Any], list
 @pytest.mark.slow
 def test_the_harness_has_our_scores_on_one_rank_and_on_two(place: Path):
     results, nats, texts = harness(place, "alone")
-    given = (f'zero_shot.protocols=["{LAMBADA}"]', "sets.lambada_openai=documents.jsonl")
-    run("tost eval zero-shot", "export", *given, cwd=place)
+    run("tost eval", "export", LAMBADA, "sets.lambada_openai=documents.jsonl", cwd=place)
     native = json.loads((place / f"export/eval/{LAMBADA}/results.json").read_text())
     assert np.mean(nats) == pytest.approx(native["model"]["nats_per_word"], rel=FLOAT32_REORDERED)
     assert results["config"]["checkpoint_sha256"] == native["identity"]["checkpoint_sha256"]
@@ -97,6 +96,11 @@ def test_the_harness_has_our_scores_on_one_rank_and_on_two(place: Path):
             QUICK,
             ["--model_args", "pretrained=export", "--gen_kwargs", "max_gen_toks=64"],
             "64 positions: 64",
+        ),
+        (
+            QUICK,
+            ["--model_args", "pretrained=export,max_length=65"],
+            "not an integer from 1 to the model's positions (64)",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Faults under torchrun in a collective: one line names the lost rank, and the run ends or restarts."""
+"""A network cut between two hosts under torchrun: one line on each side names what was lost, and the run ends."""
 
 import os
 import re
@@ -18,9 +18,8 @@ HOST = os.uname().nodename
 TIMEOUT_S = 5
 BUSY_MACHINE_S = 15  # added to the guaranteed 2 s
 PROGRAM = f'''
-"""Steps with a collective. FAULTS has RANK:SIGNAL for each attempt: the rank that gets the signal in step 3."""
+"""Steps with a collective."""
 
-import os
 import time
 from pathlib import Path
 
@@ -40,17 +39,12 @@ class NoSettings(Section):
 
 
 def main(path: None, config: NoSettings) -> None:
-    faults = os.environ["FAULTS"].split()
-    faulty, number = faults[int(os.environ["TORCHELASTIC_RESTART_COUNT"])].split(":")
     world = start_world("cpu", Timeouts({TIMEOUT_S}))
     heartbeat = Heartbeat(Path("heartbeats"), world.rank)
     with watch_ranks(heartbeat, Timeouts({TIMEOUT_S})):
         for step in range(1, 1000):
             heartbeat.record(step, "training")
             time.sleep(0.1)
-            if step == 3 and world.rank == int(faulty):
-                time.sleep(0.3)  # the others then wait in the collective
-                os.kill(os.getpid(), int(number))
             dist.all_reduce(torch.ones(3))
         stop_world()
 
@@ -64,36 +58,6 @@ def wait_until(condition: Callable[[], bool], *processes: subprocess.Popen[bytes
     while not condition() and time.monotonic() < deadline:
         assert [process.poll() for process in processes] == [None] * len(processes)
         time.sleep(0.05)
-
-
-def test_each_lost_rank_is_named_once_and_restarted_ranks_rendezvous(tmp_path: Path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    faults = {"FAULTS": "0:9 1:9 1:19"}  # two are killed, the last one is stopped
-    log = tmp_path / "stderr"
-    errors = lambda: re.findall("^error: (.*)$", log.read_text(), re.MULTILINE)
-    with (
-        log.open("wb") as file,
-        subprocess.Popen([*launch, "program.py"], cwd=tmp_path, env=ENVIRONMENT | faults, stderr=file) as launcher,
-    ):
-        try:
-            wait_until(lambda: len(errors()) == 3, launcher)
-            beats = read_heartbeats(tmp_path / "heartbeats")
-            took = time.time() - beats[1].time
-            launcher.wait(timeout=60)
-        finally:
-            launcher.kill()
-    assert launcher.returncode != 0
-    lost = [r"rank {} \(" + HOST + r", pid \d+\) was lost: {}; its last step was 3 \(training, \d+ s ago\)"] * 3
-    expected = [
-        line.format(rank, how)
-        for line, rank, how in zip(lost, (0, 1, 1), ["its process is gone"] * 2 + ["it does not answer"], strict=True)
-    ]
-    lines = errors()
-    assert [line for line, pattern in zip(lines, expected, strict=True) if not re.fullmatch(pattern, line)] == []
-    assert f"pid {beats[1].pid}" in lines[2]
-    assert TIMEOUT_S < took < TIMEOUT_S + 2 + BUSY_MACHINE_S
-    assert not re.search(r"^\[rank|^frame #|terminate called", log.read_text(), re.MULTILINE), log.read_text()
 
 
 @pytest.mark.slow
@@ -117,7 +81,7 @@ def cut_the_network(folder: Path) -> None:
     with two_hosts() as hosts:
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
         command += [f"--master-addr={hosts[0].address}", "program.py"]
-        environment = {**ENVIRONMENT, "FAULTS": "-1:0", "GLOO_SOCKET_IFNAME": INTERFACE}
+        environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": INTERFACE}
         launchers = [
             host.start([*command[:-1], f"--node-rank={node}", command[-1]], log, cwd=folder, environment=environment)
             for node, (host, log) in enumerate(zip(hosts, logs, strict=True))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from doc_pages import blocks_of
 from forked import ENVIRONMENT, Forked
-from programs import refusal, run
+from programs import losses, refusal, run
 
 from tost_lm.files import sha256_bytes
 from tost_lm.testing import FLOAT32_REORDERED
@@ -39,12 +39,6 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def losses(folder: Path, name: str) -> list[float]:
-    rows = (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()
-    assert len(rows) == STEPS
-    return [json.loads(row)["loss"] for row in rows]
-
-
 def test_a_run_resumes_in_tiles_and_on_tensor_sequence_and_data_ranks(folder: Path):
     words = [*WORDS, "data.packing=best-fit"]
     run("tost train", *words, "run.name=whole", cwd=folder)
@@ -55,6 +49,7 @@ def test_a_run_resumes_in_tiles_and_on_tensor_sequence_and_data_ranks(folder: Pa
     assert "4 ranks (tensor 1 × sequence 2 × data 2) on cpu" in said
     assert "exactly in 4 tiles of 17 tokens, resuming" in said
     run("tost train", *words, "parallel.tensor=2", cwd=folder, ranks=2)
+    assert len(losses(folder, "parts")) == STEPS
     assert losses(folder, "parts") == pytest.approx(losses(folder, "whole"), rel=FLOAT32_REORDERED)
     step = folder / "runs/parts/checkpoints/step_00000012"
     assert (step / "mixer_E.py").read_text() == EMA
@@ -88,7 +83,7 @@ def test_no_program_runs_a_plugin_that_is_not_named(trained: Path):
     others = ["run.toml", "run.name=other", "model.positions=none"]
     for program, *words in (
         ("tost generate", "runs/tiny", "the "),
-        ("tost eval text", step, "text.file=book.txt"),
+        ("tost eval", step, "text", "text.file=book.txt"),
         ("tost train", *others, "train.initial_weights=runs/tiny"),
         ("tost train", *others, f"train.branch_from={step}"),
         ("tost report", "runs/tiny"),
@@ -156,5 +151,5 @@ def test_real_interpreters_train_and_evaluate(folder: Path):
     assert "resuming" in tost("train", *WORDS)
     assert len(losses(folder, "tiny")) == STEPS
     (folder / "book.txt").write_text("the words of a short text " * 9)
-    words = ["eval", "text", "runs/tiny", "text.file=book.txt", "parallel.sequence=2"]
+    words = ["eval", "runs/tiny", "text", "text.file=book.txt", "parallel.sequence=2"]
     assert "nats" in tost(*words, TOST_PLUGINS="gated_ema.py")

@@ -71,16 +71,17 @@ def test_hybrids_of_transformers_retrieve_on_this_device(workplace: Path):
     """Without a GPU, too, where the kernels of fla-core that transformers chooses do not run."""
     write_qwen3_5(workplace / "Qwen")
     (workplace / "text.txt").write_text("\n".join(TEXTS))
-    words = ["retrieval.haystack=text.txt", "retrieval.lengths=[300]", "retrieval.samples=3", "needle.depths=[0.5]"]
+    words = ["needle", "needle.haystack=text.txt", "needle.lengths=[300]", "needle.samples=3", "needle.depths=[0.5]"]
     nats = {}
     for name in ("Qwen", "Olmo", "models/olmo"):
-        run("tost eval retrieval", name, *words, 'retrieval.tasks=["needle"]', cwd=workplace)
+        run("tost eval", name, *words, cwd=workplace)
         (cell,) = json.loads((workplace / name / "eval/needle@words/results.json").read_text())["cells"]
         nats[name] = cell["answer_nats"]
     assert 0 < nats["Qwen"] < 100
     assert nats["Olmo"] == pytest.approx(nats["models/olmo"], rel=FLOAT32_REORDERED)
 
 
+@pytest.mark.slow
 def test_training_in_tiles_on_sequence_ranks_is_that_of_one_process(workplace: Path):
     run("tost train", "empty.toml", *TRAINED, "run.name=whole", cwd=workplace)
     tiles = ["run.name=tiles", "memory.tile_tokens=32", "parallel.sequence=2"]
@@ -109,11 +110,11 @@ def test_nothing_is_scored_where_the_tokenizer_loses_text(tmp_path: Path):
     words += ["shards.folder=shards", "tokenizer.kind=hf", "tokenizer.path=Olmo/tokenizer.json"]
     run("tost prepare shards", *words, "tokenizer.eot_token=<|endoftext|>", cwd=tmp_path)
     before = snapshot(tmp_path)
-    lambada = ['zero_shot.protocols=["lambada_openai@lm-eval"]', "sets.lambada_openai=texts.jsonl"]
-    in_training = [*TRAINED, "run.name=new", "evaluation.every=1", 'evaluation.protocols=["lambada_openai@lm-eval"]']
+    lambada = ["lambada_openai@lm-eval", "sets.lambada_openai=texts.jsonl"]
+    in_training = [*TRAINED, "run.name=new", "evaluation.every=1", 'evaluation.tasks=["lambada_openai@lm-eval"]']
     for program, *words in (
-        ["tost eval text", "models/olmo", "text.file=text.txt"],
-        ["tost eval zero-shot", "models/olmo", *lambada],
+        ["tost eval", "models/olmo", "text", "text.file=text.txt"],
+        ["tost eval", "models/olmo", *lambada],
         ["tost train", "empty.toml", *in_training, "evaluation.sets.lambada_openai=texts.jsonl"],
     ):
         printed = refusal(program, *words, cwd=tmp_path)

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from programs import refusal, run, snapshot
+from programs import losses, refusal, run, snapshot
 
 from tost_lm.testing import FLOAT32_REORDERED
 
@@ -16,10 +16,6 @@ SECOND_PHASE = [
     "run.toml", *UNLIMITED, "train.initial_weights=models/first", "train.seq_len=256", "train.steps=4",
     "checkpoint.interval=2",
 ]  # fmt: skip
-
-
-def losses(workplace: Path, name: str) -> list[float]:
-    return [json.loads(line)["loss"] for line in (workplace / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
 
 
 def test_it_starts_from_the_first_and_resumes_without_its_weights(workplace: Path):

@@ -22,7 +22,7 @@ def test_only_settings_and_results_hold_a_secret_of_a_path(workplace: Path):
             "tost train", "run.toml", folder, loggers, f"run.stop_at_step={steps}", cwd=workplace,
             WANDB_MODE="offline", HF_TOKEN=SECRET, MY_PASSWORD=SECRET,
         )  # fmt: skip
-    run("tost eval zero-shot", "runs/tiny", cwd=workplace)
+    run("tost eval", "runs/tiny", "heldout", cwd=workplace)
     run("tost report", "runs/tiny", cwd=workplace)
     files = {path: path.read_bytes() for path in (workplace / "runs").rglob("*") if path.is_file()}
     names = {path.name for path in files}

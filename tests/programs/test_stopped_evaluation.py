@@ -17,12 +17,12 @@ from tost_lm.model.streaming import TILE_TOKENS
 
 STARTED_S, STOPPED_S = 120, 60
 """Generous limits, which only catch a hang."""
-RETRIEVAL = ["retrieval.lengths=[640, 768, 900]", "needle.depths=[0.5]", "retrieval.samples=300"]
-PROGRAMS = {
-    "tost eval zero-shot": ([], "scoring"),
-    "tost eval text": (["text.file=long.jsonl"], "scoring"),
-    "tost eval positions": (["positions.times=4000", "positions.sequences=4"], "reading"),
-    "tost eval retrieval": (RETRIEVAL, "needle@words: length"),
+NEEDLE = ["needle.lengths=[640, 768, 900]", "needle.depths=[0.5]", "needle.samples=300"]
+TASKS = {
+    "heldout": ([], "scoring"),
+    "text": (["text.file=long.jsonl"], "scoring"),
+    "positions": (["positions.times=4000", "positions.sequences=4"], "reading"),
+    "needle": (NEEDLE, "needle@words: length"),
 }
 DATA = """
 [corpus]
@@ -70,11 +70,11 @@ def copy(trained: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def terminate(program: str, words: list[str], folder: Path, started: str, signaled: list[int], ranks: int) -> None:
+def terminate(task: str, words: list[str], folder: Path, started: str, signaled: list[int], ranks: int) -> None:
     """Send SIGTERM to the ranks in `signaled` soon after rank 0 has printed `started`. All ranks must end together."""
     port = free_port()
     places = [as_rank(rank, ranks, port, ranks_per_node=ranks) if ranks > 1 else {} for rank in range(ranks)]
-    processes = [Forked(program, "runs/tiny", *words, cwd=folder, **place) for place in places]
+    processes = [Forked("tost eval", "runs/tiny", task, *words, cwd=folder, **place) for place in places]
     deadline = time.monotonic() + STARTED_S
     while started not in processes[0].output() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -89,11 +89,11 @@ def terminate(program: str, words: list[str], folder: Path, started: str, signal
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("program", [*list(PROGRAMS)[:-1], pytest.param("tost eval retrieval", marks=pytest.mark.slow)])
-def test_sigterm_ends_one_process_with_one_line(copy: Path, program: str):
-    words, started = PROGRAMS[program]
+@pytest.mark.parametrize("task", [*list(TASKS)[:-1], pytest.param("needle", marks=pytest.mark.slow)])
+def test_sigterm_ends_one_process_with_one_line(copy: Path, task: str):
+    words, started = TASKS[task]
     before = snapshot(copy / "runs").keys()
-    terminate(program, words, copy, started, [0], ranks=1)
+    terminate(task, words, copy, started, [0], ranks=1)
     assert all("/cells/length_" in name for name in snapshot(copy / "runs").keys() - before)
 
 
@@ -105,37 +105,37 @@ def test_sigterm_while_an_object_is_deleted():
 
 
 @pytest.mark.parametrize(
-    ("program", "layout"),
+    ("task", "layout"),
     [
-        ("tost eval text", "parallel.sequence=2"),
-        ("tost eval positions", "parallel.tensor=1"),
-        ("tost eval zero-shot", "parallel.tensor=2"),
+        ("text", "parallel.sequence=2"),
+        ("positions", "parallel.tensor=1"),
+        ("heldout", "parallel.tensor=2"),
     ],
 )
-def test_sigterm_to_one_rank_ends_both(copy: Path, program: str, layout: str):
-    words, started = PROGRAMS[program]
-    terminate(program, [*words, layout], copy, started, [1], ranks=2)
+def test_sigterm_to_one_rank_ends_both(copy: Path, task: str, layout: str):
+    words, started = TASKS[task]
+    terminate(task, [*words, layout], copy, started, [1], ranks=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signaled", [[0], [0, 1]])
 def test_finished_cells_remain_and_the_same_command_resumes(copy: Path, signaled: list[int]):
     """The copies of the model measure cells of different lengths, so they call the model different numbers of times."""
-    words, started = PROGRAMS["tost eval retrieval"]
-    terminate("tost eval retrieval", words, copy, started, signaled, ranks=2)
+    words, started = TASKS["needle"]
+    terminate("needle", words, copy, started, signaled, ranks=2)
     home = copy / "runs/tiny/eval/needle@words"
     finished = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
     assert 0 < len(finished) < 3
     assert not (home / "results.json").exists()
-    resumed = run("tost eval retrieval", "runs/tiny", *words, cwd=copy, ranks=2)
+    resumed = run("tost eval", "runs/tiny", "needle", *words, cwd=copy, ranks=2)
     assert f"needle@words: reusing {len(finished)} of 3 cells" in resumed
     assert all((home / "cells" / name).read_bytes() == data for name, data in finished.items())
     assert len(json.loads((home / "results.json").read_text())["cells"]) == 3
 
 
 def score_text(folder: Path, words: list[str], ranks: int) -> tuple[str, dict[str, Any]]:
-    """Output and result of `tost eval text`; the result is removed."""
-    output = run("tost eval text", *words, cwd=folder, ranks=ranks)
+    """Output and result of the task `text@bpb`; the result is removed."""
+    output = run("tost eval", *words, cwd=folder, ranks=ranks)
     home = folder / "runs/tiny/eval/text@bpb"
     results = json.loads((home / "results.json").read_text())
     assert [path.name for path in home.iterdir()] == ["results.json"]
@@ -147,7 +147,12 @@ def score_text(folder: Path, words: list[str], ranks: int) -> tuple[str, dict[st
 def test_a_text_that_was_ended_resumes_with_equal_results(copy: Path, tensor: int, sequence: int):
     """Ctrl-C after the second tile and SIGKILL after the fourth; rank 1 ends with rank 0."""
     (copy / "text.txt").write_bytes((copy / "long.jsonl").read_bytes()[: sequence * 70_000])
-    words = ["runs/tiny", "text.file=text.txt", f"parallel.tensor={tensor}"]  # the other ranks are sequence ranks
+    words = [
+        "runs/tiny",
+        "text",
+        "text.file=text.txt",
+        f"parallel.tensor={tensor}",
+    ]  # the other ranks are sequence ranks
     ranks, tile = tensor * sequence, sequence * TILE_TOKENS
     whole = score_text(copy, words, ranks)[1]
     assert whole["model"]["tokens"] > 5 * tile

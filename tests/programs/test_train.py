@@ -8,27 +8,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from programs import ENVIRONMENT, interrupt, refusal, run, snapshot
+from programs import ENVIRONMENT, curve, interrupt, losses, refusal, run, snapshot, weights
 
 import tost_lm
 from tost_lm.config import load_config
 from tost_lm.files import read_rows
 from tost_lm.model.flops import parameters
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.testing import FLOAT32_REORDERED, assert_close
-
-
-def metrics(workplace: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (workplace / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-
-
-def curve(workplace: Path, name: str) -> list[tuple]:
-    return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in metrics(workplace, name)]
-
-
-def weights(workplace: Path, name: str, step: int = 12) -> dict[str, bytes]:
-    folder = workplace / "runs" / name / "checkpoints" / f"step_{step:08d}"
-    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+from tost_lm.testing import FLOAT32_REORDERED
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +32,9 @@ def test_a_run_leaves_what_the_readme_says(never_stopped: Path):
         "config.toml", "env.json", "log.txt", "metrics.jsonl", "validation.jsonl", "evaluations.jsonl",
         "events.jsonl", "heartbeats", "checkpoints", "wandb",
     }  # fmt: skip
-    assert [row["step"] for row in metrics(never_stopped, "tiny")] == list(range(1, 13))
-    assert all({"loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds"} < set(row)
-               for row in metrics(never_stopped, "tiny"))  # fmt: skip
+    rows = read_rows(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert all({"loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds"} < set(row) for row in rows)
     assert list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     log = (folder / "log.txt").read_text()
     assert "step 12/12  loss" in log
@@ -126,18 +113,20 @@ def test_a_number_of_tokens_resumes_when_it_is_typed_again(workplace: Path, neve
     assert "train.steps: 12 → 13" in refusal("tost train", "run.toml", "train.tokens=3073", cwd=workplace)
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_with_its_heads_and_tokens_on_several_ranks(workplace: Path, never_stopped: Path):
-    run("tost train", "run.toml", "run.stop_at_step=6", cwd=workplace, ranks=2)
-    words = ["parallel.tensor=2", "parallel.sequence=2", "parallel.zero_stage=3"]
-    said = run("tost train", "run.toml", *words, cwd=workplace, ranks=4)
-    assert "4 ranks (tensor 2 × sequence 2 × data 1) on cpu" in said
-    assert "resuming from runs/tiny/checkpoints/step_00000006" in said
-    for found, expected in zip(curve(workplace, "tiny"), curve(never_stopped, "tiny"), strict=True):
-        assert found == pytest.approx(expected, rel=64 * FLOAT32_REORDERED)  # a peak of the gradient norm amplifies it
-    whole, other = (tost_lm.load(folder / "runs/tiny").state_dict() for folder in (never_stopped, workplace))
-    for name, weight in whole.items():
-        assert_close(other[name], weight, relative=FLOAT32_REORDERED, what=name)
+def test_a_run_whose_validation_loss_does_not_fall_ends_early(workplace: Path):
+    words = ["run.toml", "optim.lr=1e-30", "optim.min_lr=0.0", "validation.every=1", "validation.stop_after=3"]
+    run("tost train", *words, "run.stop_at_step=2", cwd=workplace)
+    said = run("tost train", *words, cwd=workplace)
+    assert "\ndone: 3 validations in a row were not below " in said
+    assert [step for step, *_ in curve(workplace, "tiny")] == [1, 2, 3, 4]
+    end = read_rows(workplace / "runs/tiny/events.jsonl")[-1]
+    assert (end["event"], end["step"], end["why"]) == ("done", 4, "validation.stop_after")
+    said = run("tost train", *words, cwd=workplace)
+    assert said.endswith("nothing is left to train up to step 12: validation.stop_after has ended the run\n")
+    run("tost train", *words[:-1], cwd=workplace)
+    assert [step for step, *_ in curve(workplace, "tiny")] == [*range(1, 13)]
+    error = refusal("tost train", "run.toml", "validation.stop_after=3", cwd=workplace)
+    assert "validation.stop_after has no effect without validations: set validation.every" in error
 
 
 def test_a_damaged_newer_checkpoint_does_not_push_out_a_good_one(workplace: Path):
@@ -258,10 +247,9 @@ def test_a_compiled_run_resumes_to_the_bit_and_learns_what_an_eager_run_learns(w
     run("tost train", *words, "run.name=parts", "run.stop_at_step=2", cwd=workplace, TORCHINDUCTOR_CACHE_DIR=cache)
     run("tost train", *words, "run.name=parts", cwd=workplace, TORCHINDUCTOR_CACHE_DIR=cache)
     assert curve(workplace, "parts") == curve(workplace, "whole")
-    assert weights(workplace, "parts", 4) == weights(workplace, "whole", 4)
+    assert weights(workplace, "parts") == weights(workplace, "whole")
     run("tost train", *words[:-1], "run.name=eager", cwd=workplace)
-    losses, eager = ([loss for _, loss, *_ in curve(workplace, name)] for name in ("whole", "eager"))
-    assert losses == pytest.approx(eager, rel=FLOAT32_REORDERED)
+    assert losses(workplace, "whole") == pytest.approx(losses(workplace, "eager"), rel=FLOAT32_REORDERED)
 
 
 @pytest.mark.parametrize(

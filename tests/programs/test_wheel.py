@@ -69,7 +69,8 @@ command.load()()
 SCORE = """
 import sys
 import numpy, torch, tost_lm
-from tost_lm.inference.likelihood import Request, score_requests
+from tost_lm.inference.likelihood import score_requests
+from tost_lm.inference.requests import Request
 model = tost_lm.load(sys.argv[1])
 ids = numpy.array([1, *tost_lm.load_tokenizer(sys.argv[1]).encode("These are the lines of a page.")])
 nats = score_requests(model, [Request(ids[:3], ids[3:9]), Request(ids[:1], ids[1:])]).nats
@@ -88,7 +89,7 @@ errors = []
 for call in (
     lambda: find_subject(Path("hub:someone/model")),
     lambda: gpt2_tokenizer(None),
-    lambda: write_report(Path("run"), lambda run, page: iter(())),
+    lambda: write_report(Path("run")),
 ):
     try:
         call()

@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
@@ -100,12 +100,21 @@ class Progress:
     """(loss, gradient norm) of the newest applied steps, oldest first, for the spike guard."""
     validation_loss: float | None = None
     """The newest one, in nats per token."""
+    lowest_validation_loss: float | None = None
+    validations_since_lowest: int = 0
     wandb_run_id: str = ""
     """Set on rank 0, which writes the file."""
     data_start: int = 0
     """The step that read batch 0 of the data. The next step reads batch `step - data_start`."""
     shards_fingerprint: str = ""
     tokenizer_sha256: str = ""
+
+    def after_validation(self, loss: float) -> "Progress":
+        """The progress after a validation with this loss, in nats per token."""
+        lowest, since = self.lowest_validation_loss, self.validations_since_lowest + 1
+        if lowest is None or loss < lowest:
+            lowest, since = loss, 0
+        return replace(self, validation_loss=loss, lowest_validation_loss=lowest, validations_since_lowest=since)
 
     def write(self, folder: Path) -> None:
         """Write training.json into a checkpoint folder. Floats are read back bit-exactly."""

@@ -25,18 +25,18 @@ PROMPT_CHARACTERS, TEXT_CHARACTERS = 2_000, 20_000  # kept in results.json, for 
 
 
 def main(path: Path, config: GenerateConfig) -> None:
-    from tost_lm.inference.protocol_names import SAMPLE
+    from tost_lm.inference.hugging_face import find_subject
     from tost_lm.inference.ranks import joined_ranks
-    from tost_lm.inference.subject import Subject
+    from tost_lm.inference.subject import SAMPLE
 
     started = time.monotonic()
     sample = config.sample
     start_ranks("generate", ranks_of_launch(config.parallel.model_ranks))
     with joined_ranks(config.parallel) as ranks:
-        subject = Subject.find(path)
+        subject = find_subject(path)
 
         from tost_lm.inference.generation import Continuation, Sampling, print_stream, print_text, state_bytes
-        from tost_lm.inference.text import TextFile, ids_of
+        from tost_lm.inference.text_file import TextFile, ids_of
 
         file = TextFile.check(sample.prompt_file, "sample.prompt_file") if sample.prompt_file else None
         identity = subject.identity(config, None) | {"prompt_sha256": file.sha256 if file else None}

@@ -24,14 +24,10 @@ COMMANDS = {
         "train": "tost_lm.pretrain.commands.train",
     },
     "Evaluation": {
-        "eval zero-shot": "tost_lm.eval.commands.zero_shot",
-        "eval retrieval": "tost_lm.eval.commands.retrieval",
-        "eval context": "tost_lm.eval.commands.context",
-        "eval positions": "tost_lm.eval.commands.positions",
-        "eval text": "tost_lm.eval.commands.text",
-        "eval suite": "tost_lm.eval.commands.suite",
-        "eval compare": "tost_lm.eval.commands.compare",
-        "report": "tost_lm.eval.commands.report",
+        "eval": "tost_lm.eval.commands.evaluate",
+        "tasks": "tost_lm.eval.commands.tasks",
+        "compare": "tost_lm.eval.commands.compare",
+        "report": "tost_lm.report.command",
     },
     "Generation and other formats": {
         "generate": "tost_lm.cli.generate",
@@ -41,18 +37,19 @@ COMMANDS = {
 }
 """The module of each command."""
 MODULES = {command: module for group in COMMANDS.values() for command, module in group.items()}
-_ZERO_SHOT, _RETRIEVAL = "tost eval zero-shot RUN", "tost eval retrieval RUN"
 _LM_EVAL = "tost lm-eval run --model tost_lm --model_args pretrained=RUN --tasks"
 _HUGGING_FACE = """python -c 'import tost_lm.interop.hf as hf; hf.export("RUN", "FOLDER")'"""
 SYNONYMS = {
-    **dict.fromkeys(("perplexity", "ppl", "loss", "bpb", "heldout", "validate"), _ZERO_SHOT),
-    **dict.fromkeys(("needle", "niah", "passkey"), f"{_RETRIEVAL} 'retrieval.tasks=[\"needle\"]'"),
-    "ruler": f"{_RETRIEVAL} 'retrieval.tasks=[\"ruler\"]', or {_LM_EVAL} ruler for RULER's own texts",
+    **dict.fromkeys(("perplexity", "ppl", "loss", "bpb", "heldout", "validate"), "tost eval RUN heldout"),
+    **dict.fromkeys(("needle", "niah", "passkey"), "tost eval RUN needle"),
+    "ruler": f"tost eval RUN ruler, or {_LM_EVAL} ruler for RULER's own texts",
     **{name: f"{_LM_EVAL} {name}" for name in ("longbench", "mmlu", "gsm8k")},
-    "wikitext": f"{_ZERO_SHOT} 'zero_shot.protocols=[\"wikitext2@lm-eval\"]'",
-    "lambada": f"{_ZERO_SHOT} 'zero_shot.protocols=[\"lambada_openai@lm-eval\"]'",
-    **{name: f"{_ZERO_SHOT} 'zero_shot.protocols=[\"{name}@lm-eval\"]'" for name in ("hellaswag", "piqa")},
-    **dict.fromkeys(("benchmark", "evaluate"), "tost eval suite RUN suite"),
+    "wikitext": "tost eval RUN wikitext2@lm-eval",
+    "lambada": "tost eval RUN lambada_openai@lm-eval",
+    **{name: f"tost eval RUN {name}@lm-eval" for name in ("hellaswag", "piqa")},
+    **dict.fromkeys(("zero-shot", "benchmark", "evaluate"), "tost eval RUN zero-shot"),
+    **{name: f"tost eval RUN {name}" for name in ("context", "positions", "text")},
+    "suite": "tost eval RUN suite",
     "export": f"{_HUGGING_FACE}, or tost convert RUN convert.to=authors convert.folder=FOLDER",
     **dict.fromkeys(("sample", "complete", "inference", "infer", "chat"), 'tost generate RUN "PROMPT"'),
     **dict.fromkeys(("pretrain", "resume"), "tost train CONFIG"),

@@ -218,6 +218,8 @@ class TrainingBatches:
         self._token_shards = [*chain(*shards_of)]
         self._tokens = Concatenation([*self._token_shards, padding])
         self._first_tokens = [0, *accumulate(tokens_of)]  # of each corpus, and of the padding after the last
+        self.folders = [one.folder for one in corpora.shards]
+        """Of each corpus."""
         self._mixture = Mixture(corpora.weights, seed)
         self._samples: list[Samples] = [
             PackedSamples(one.lengths(documents), seq_len, number, seed)
@@ -248,25 +250,39 @@ class TrainingBatches:
         """Raises IndexError for steps before the first, DataError as `TokenShard`."""
         if step < 0:
             raise IndexError(f"step {step}")
-        samples = self._global_batch_size // self._shard.data_ranks
-        first = step * self._global_batch_size + self._shard.data_rank * samples
-        sample_N = np.arange(first, first + samples)
-        if self.samples is not None:  # −1: padding
-            sample_N = np.append(self._held_out_N, np.full(samples, -1))[np.minimum(sample_N, self.samples)]
+        sample_N = self._sample_numbers(step)
         segments = self._segments(sample_N)
         ends = np.cumsum(segments.length) if self._packed else np.empty(0, dtype=np.int64)
 
         rows = 1 if self._packed else self._micro_batch_size
         row_tokens = self._micro_batch_size * self._seq_len // rows
-        shape = (samples // self._micro_batch_size, rows, -1)
+        shape = (len(sample_N) // self._micro_batch_size, rows, -1)
         ranges = [self._read(_within_columns(segments, row_tokens, *columns)) for columns in self._shard.columns]
         tokens, labels = (np.concatenate([x.reshape(shape) for x in xs], -1) for xs in zip(*ranges, strict=True))
         return Batch(tokens, labels, ends)
 
-    def _segments(self, sample_N: "np.ndarray") -> Segments:
-        """The segments of these samples of the run, in order, as ranges of `_tokens`; a sample −1 is padding."""
+    def corpora_of(self, step: int) -> "np.ndarray":
+        """The corpus of each sample that this rank reads, as an index of `folders`, int64 [N]; −1: padding."""
+        return self._locate(self._sample_numbers(step))[0]
+
+    def _sample_numbers(self, step: int) -> "np.ndarray":
+        """The samples of the run that this rank reads, int64 [N]; −1: padding."""
+        samples = self._global_batch_size // self._shard.data_ranks
+        first = step * self._global_batch_size + self._shard.data_rank * samples
+        sample_N = np.arange(first, first + samples)
+        if self.samples is None:
+            return sample_N
+        return np.append(self._held_out_N, np.full(samples, -1))[np.minimum(sample_N, self.samples)]
+
+    def _locate(self, sample_N: "np.ndarray") -> "tuple[np.ndarray, np.ndarray]":
+        """As `Mixture.locate`, with corpus −1 for padding."""
         corpus_N, number_N = self._mixture.locate(np.maximum(sample_N, 0))
         corpus_N[sample_N < 0] = -1
+        return corpus_N, number_N
+
+    def _segments(self, sample_N: "np.ndarray") -> Segments:
+        """The segments of these samples of the run, in order, as ranges of `_tokens`; a sample −1 is padding."""
+        corpus_N, number_N = self._locate(sample_N)
         found, numbers = [], []
         for corpus in np.unique(corpus_N).tolist():
             chosen = np.flatnonzero(corpus_N == corpus)

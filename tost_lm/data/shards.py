@@ -101,6 +101,11 @@ class Shards:
                 yield tokens[ends[number] - lengths[number] : ends[number] - 1]
             first = max(first - entry["documents"], 0)
 
+    def texts(self, split: str) -> "Iterator[str]":
+        """The text of each document. Raises as `documents`."""
+        tokenizer = self.tokenizer()
+        return (tokenizer.decode(ids.tolist()) for ids in self.documents(split))
+
     def bad_rows(self) -> list[dict[str, str]]:
         """A sample of the unreadable rows: `where` and `reason` of each."""
         path = self.folder / BAD_ROWS

@@ -25,8 +25,9 @@ from tqdm import tqdm
 from tost_lm.config import require_local
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.inference.generation import Continuation, LanguageModel, Sampling
-from tost_lm.inference.likelihood import Likelihoods, Request, disjoint_windows, left_truncated, score_requests
+from tost_lm.inference.likelihood import score_requests
 from tost_lm.inference.ranks import Ranks
+from tost_lm.inference.requests import Likelihoods, Request, disjoint_windows, left_truncated
 from tost_lm.inference.subject import Subject
 from tost_lm.model.streaming import TILE_TOKENS, in_tiles, prefill
 
@@ -47,7 +48,13 @@ class HarnessModel(TemplateLM):
     """The ranks of the launch; set before a model is created."""
 
     def __init__(
-        self, pretrained: str = "", batch_size: int | str = "auto", device: str | None = None, **others: object
+        self,
+        pretrained: str = "",
+        batch_size: int | str = "auto",
+        device: str | None = None,
+        max_length: int | None = None,
+        tokenizer: str = "",
+        **others: object,
     ) -> None:
         """The arguments are those of the harness's --model_args, --batch_size and --device.
 
@@ -56,6 +63,9 @@ class HarnessModel(TemplateLM):
             batch_size: number of texts of the model's window that are read at once; `auto`: 8,192 tokens, on a CPU
                 2,048. It changes memory and time, not the result.
             device: None, or the harness's default `cuda:0`: the GPU if there is one.
+            max_length: tokens of a window; a longer context loses its beginning. None: model.context_length.
+            tokenizer: is not read here; tasks such as RULER size their texts by this tokenizer of the Hugging Face
+                library.
 
         Raises:
             CheckpointError, DataError: the checkpoint or its tokenizer cannot be read.
@@ -64,12 +74,19 @@ class HarnessModel(TemplateLM):
         super().__init__()
         if others or not pretrained:
             problem = f"unknown argument: {', '.join(others)}" if others else "pretrained is missing"
-            raise ConfigError(f"--model_args of tost_lm: {problem}; give pretrained=RUN, batch_size and device")
+            raise ConfigError(
+                f"--model_args of tost_lm: {problem}; give pretrained=RUN, batch_size, device, max_length and tokenizer"
+            )
         require_local("pretrained", pretrained)
         self.subject = Subject.find(Path(str(pretrained)))
         self.text_tokenizer = self.subject.lossless_tokenizer()
         self.model = self._load(device)
-        self.window = self.model.config.context_length
+        self.window, limit = max_length or self.model.config.context_length, self.model.config.position_limit
+        if not isinstance(self.window, int) or self.window < 1 or (limit is not None and self.window > limit):
+            allowed = "a positive integer" if limit is None else f"an integer from 1 to the model's positions ({limit})"
+            raise ConfigError(f"--model_args max_length={max_length}: not {allowed}; change it, or leave it out")
+        self.read_limit = max_length or limit
+        """Tokens of a context and its continuation; None: any."""
         self.batch_tokens = _windows(batch_size) * self.window or None
         self._device = next(self.model.parameters()).device
 
@@ -155,14 +172,15 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue each context up to a stop string, the end of text or the task's limit.
 
-        A model without a position limit reads whole contexts; others read the end that leaves room for the new tokens.
+        A model without a position limit reads whole contexts, unless max_length is given; others read the end that
+        leaves room for the new tokens.
         Draws follow torch's seed and do not depend on the number of ranks.
 
         Raises:
             ConfigError: a task needs an unsupported setting, or more tokens than the model has positions.
             CheckpointError: a logit is not finite.
         """
-        settings = [_GenerationSettings.parse(one.arguments[1], self.model.config.position_limit) for one in requests]
+        settings = [_GenerationSettings.parse(one.arguments[1], self.read_limit) for one in requests]
         seeds = torch.randint(2**62, (len(requests),)).tolist()
         mine = range(self.ranks.copy, len(requests), self.ranks.copies)
         progress = tqdm(mine, desc="Generating", disable=disable_tqdm or self.ranks.rank > 0)
@@ -171,7 +189,7 @@ class HarnessModel(TemplateLM):
         return [texts[number] for number in range(len(requests))]
 
     def _generate(self, context: str, settings: "_GenerationSettings", seed: int) -> str:
-        ids, limit = self.tok_encode(context) or [self.eot_token_id], self.model.config.position_limit
+        ids, limit = self.tok_encode(context) or [self.eot_token_id], self.read_limit
         tokens, sampling = settings.tokens, settings.sampling._replace(seed=seed)
         if limit is not None:
             ids = ids[-(limit - tokens) :]

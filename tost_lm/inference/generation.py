@@ -98,7 +98,7 @@ class Continuation(Iterator[str]):
         if not all(stops):
             raise ConfigError("a stop string is empty; leave it out")
         self.tokens = 0
-        stop_id = tokenizer.eot if tokenizer.has_eot else None
+        stop_id = tokenizer.stop
         ids = generate(model, output, tokens, sampling, stop_id, tokenizer.vocab_size, name)
         self._texts = until(decode_ids(tokenizer, self._counted(ids)), stops)
 
@@ -283,12 +283,23 @@ def print_stream(texts: Iterable[str], target: BinaryIO, kept: int) -> dict[str,
     return {"text": start, "characters": characters}
 
 
+def _tensors(layer: Any) -> Iterator[Tensor]:
+    """The tensors of a layer's state, or of a cache of another library."""
+    if isinstance(layer, Tensor):
+        yield layer
+    elif "Cache" in type(layer).__name__ or type(layer).__name__.endswith("Layer"):
+        yield from _tensors(vars(layer))
+    elif isinstance(layer, tuple | list | dict):
+        for part in layer.values() if isinstance(layer, dict) else layer:
+            yield from _tensors(part)
+
+
 def state_bytes(state: LMState, tensor_ranks: int = 1) -> int:
     """Bytes of all tensors of a state.
 
     Args:
         tensor_ranks: number of ranks that hold such a state, each of its own heads.
     """
-    tensors = [tensor for layer in state.layers for tensor in layer]
+    tensors = [x for layer in state.layers for x in _tensors(layer)]
     # The token count [B] has no heads.
     return sum(x.numel() * x.element_size() * (tensor_ranks if x.dim() > 1 else 1) for x in tensors)

@@ -8,20 +8,21 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tost_lm.checkpointing.format import MANIFEST
+from tost_lm.data.shards import Shards
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import SHOWN, CheckpointError, ConfigError, install_hint, printable
 from tost_lm.files import sha256_bytes, xxh3_file
-from tost_lm.inference.subject import HUB, Subject, hub_home
+from tost_lm.inference.subject import HUB, Subject, hub_home, open_valid
 from tost_lm.model import LMOutput, LMState
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, logit_tile_tokens
 
@@ -97,11 +98,14 @@ class HuggingFaceSubject(Subject):
             )
         return self.load(str(mesh.device))
 
-    def open_shards(self, folder: str) -> NoReturn:
-        raise ConfigError(
-            f"{self.checkpoint}: a Hugging Face model has no shards; choose other zero_shot.protocols, or give a text "
-            "for retrieval (retrieval.haystack=FILE)"
-        )
+    def open_shards(self, folder: str) -> Any:
+        """The text of the shards in `folder`, with ids of this model's tokenizer."""
+        if not folder:
+            raise ConfigError(
+                f"{self.checkpoint}: a Hugging Face model has no shards; give heldout.shards=FOLDER, or a text "
+                "(needle.haystack=FILE, positions.file=FILE)"
+            )
+        return ShardsOfText(open_valid(Path(folder)), self.lossless_tokenizer())
 
     def hashes(self) -> dict[str, Any]:
         files = sorted(path for pattern in WEIGHTS for path in self.checkpoint.glob(pattern))
@@ -111,6 +115,23 @@ class HuggingFaceSubject(Subject):
             "checkpoint_sha256": sha256_bytes("\n".join(of_model).encode()),
             "tokenizer_sha256": sha256_bytes("\n".join(tokenizer).encode()),
         }
+
+
+class ShardsOfText:
+    """Shards whose text has ids of another tokenizer."""
+
+    def __init__(self, shards: Shards, tokenizer: Tokenizer) -> None:
+        self.folder, self.fingerprint, self.manifest = shards.folder, shards.fingerprint, shards.manifest
+        self.texts, self._tokenizer = shards.texts, tokenizer
+
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def documents(self, split: str) -> Iterator[np.ndarray]:
+        return map(self._tokenizer.encode_array, self.texts(split))
+
+    def token_arrays(self, split: str) -> list[np.ndarray]:
+        return [np.append(ids, self._tokenizer.eot) for ids in self.documents(split)]
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -124,6 +145,10 @@ class HuggingFaceTokenizer(Tokenizer):
         if first is None:
             raise CheckpointError("the tokenizer has neither a beginning nor an end of sequence; add one to it")
         self.eot = first
+
+    @property
+    def stop(self) -> int | None:
+        return self._tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
@@ -161,8 +186,13 @@ class HuggingFaceLM(nn.Module):
         self.config = HuggingFaceFacts(found[0], model.config.model_type, found[0] if is_limited else None)
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
 
+    def empty_state(self, rows: int) -> LMState:
+        return LMState((None,), (0,) * rows)
+
     def forward(self, tokens_BT: Tensor, labels: Tensor | None = None, state: LMState | None = None) -> LMOutput:
         """Arguments and results as in `TostLM`, but without a state if there are labels.
+
+        `empty_state` is the state before any token; with it and labels there is a state.
 
         Raises:
             ConfigError: the rows are longer than the model's positions.

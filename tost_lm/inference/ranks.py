@@ -131,13 +131,13 @@ class Ranks:
         """
         return subject.load(pick_device()) if self.mesh is None else subject.load_on_ranks(self.mesh)
 
-    def reusable(self, subject: Subject, protocol: str, identity: dict[str, Any]) -> dict[str, Any] | None:
+    def reusable(self, subject: Subject, task: str, identity: dict[str, Any]) -> dict[str, Any] | None:
         """The results that rank 0 finds, as in `Subject.reusable`; all ranks call it before any of them writes.
 
         Raises:
             ConfigError: the ranks have different checkpoints, texts or settings.
         """
-        results = subject.reusable(protocol, identity)
+        results = subject.reusable(task, identity)
         if self.mesh is None:
             return results
         from tost_lm.parallel.agreement import require_agreement

@@ -10,7 +10,7 @@ from tost_lm.parallel.settings import LayoutConfig
 
 
 class RanksConfig(LayoutConfig):
-    """The parallel layout; no result depends on it. With more than tensor × sequence ranks, zero-shot, retrieval, context and positions of `tost eval` use several copies of the model, and text uses sequence ranks; other programs reject them."""
+    """The parallel layout; no result depends on it. With more than tensor × sequence ranks, `tost eval` uses several copies of the model, for the task text@bpb alone sequence ranks; other programs reject them."""
 
 
 class SampleConfig(Section):

@@ -1,4 +1,4 @@
-"""The checkpoint that is evaluated, and its results in `<run or export>/eval/<protocol>/results.json`.
+"""The checkpoint that is evaluated, and its results in `<run or export>/eval/<task>/results.json`.
 
 A result records the checkpoint (hash of its manifest), the text (fingerprint of the shards), the settings and the
 version of this package. It is reused while these are the same. Its last key is a hash, so that a result which was
@@ -29,7 +29,6 @@ from tost_lm.files import (
     sha256_file,
     write_atomically,
 )
-from tost_lm.inference.protocol_names import SAMPLE
 from tost_lm.markdown import format_result, table
 from tost_lm.version import VERSION, git_commit
 
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 
 HUB = "hub:"
 HISTORY = "results.jsonl"
+SAMPLE = "sample"
+"""The folder of a generated text."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,6 @@ class Subject:
             DataError: it is not a shard folder, is damaged, has another tokenizer than the checkpoint, or has no
                 held-out documents.
         """
-        from tost_lm.data.shards import Shards
-
         recorded = self.home / "config.toml"
         if not folder and not recorded.is_file():
             raise ConfigError(f"{self.home}: not a run folder, so it has no shards; give heldout.shards=FOLDER")
@@ -112,10 +111,7 @@ class Subject:
                     "heldout.shards=FOLDER"
                 )
             folder = data["folder"]
-        shards = Shards.open(Path(folder))
-        if not shards.entries("valid"):
-            raise DataError(f"{shards.folder}: its valid split is empty; give shards with one (heldout.shards=FOLDER)")
-        shards.verify("valid")
+        shards = open_valid(Path(folder))
         tokenizer = find_tokenizer(self.checkpoint)
         if sha256_file(tokenizer) != shards.manifest["tokenizer"]["sha256"]:
             raise DataError(
@@ -137,17 +133,17 @@ class Subject:
             "settings": settings.model_dump(mode="json", exclude={"launch", "parallel"}) if settings else None,
         }
 
-    def results_path(self, protocol: str) -> Path:
-        return results_path(self.home, protocol)
+    def results_path(self, task: str) -> Path:
+        return results_path(self.home, task)
 
-    def reusable(self, protocol: str, identity: dict[str, Any]) -> dict[str, Any] | None:
+    def reusable(self, task: str, identity: dict[str, Any]) -> dict[str, Any] | None:
         """Existing results with this identity, reported on stdout; else None. Results of another one are named, except
         for samples, which each prompt replaces.
 
         Raises:
             ConfigError: there are none, and new ones could not be written.
         """
-        path = self.results_path(protocol)
+        path = self.results_path(task)
         try:
             results = read_result_file(path)
         except (ConfigError, OSError):
@@ -156,13 +152,13 @@ class Subject:
         if results and results["identity"] == identity:
             print(f"reusing {path} (same checkpoint, text and settings)")
             return results
-        if results and protocol != SAMPLE:
+        if results and task != SAMPLE:
             print(f"{path} has another {differing(results['identity'], identity)} and will be replaced")
         require_writable(path)
         return None
 
     def cited_results(self) -> list[dict[str, Any]]:
-        """The results with a headline that were measured on exactly this checkpoint, by protocol.
+        """The results with a headline that were measured on exactly this checkpoint, by task.
 
         Raises:
             ConfigError: as `read_result_file`.
@@ -172,23 +168,34 @@ class Subject:
         cited = [results for results in found if "headline" in results]
         return [results for results in cited if results["identity"]["checkpoint_sha256"] == checkpoint_sha256]
 
-    def write_results(self, protocol: str, identity: dict[str, Any], started: float, results: dict[str, Any]) -> None:
+    def write_results(self, task: str, identity: dict[str, Any], started: float, results: dict[str, Any]) -> None:
         """Write results.json; `started` is the time.monotonic() at which the evaluation began.
 
         Results with a `headline`, the name of the cited total in `model`, are also appended to eval/results.jsonl.
         """
         whole = {
-            "protocol": protocol,
+            "protocol": task,
             "identity": identity,
             "commit": git_commit(),
             "seconds": time.monotonic() - started,
             **results,
         }
-        path = self.results_path(protocol)
+        path = self.results_path(task)
         write_result_file(path, whole)
         print(f"wrote {path}")
         if "headline" in results:
             append_to_history(self.home, whole)
+
+
+def open_valid(folder: Path) -> "Shards":
+    """Shards with held-out documents. Raises DataError if the folder has none, or they are damaged."""
+    from tost_lm.data.shards import Shards
+
+    shards = Shards.open(folder)
+    if not shards.entries("valid"):
+        raise DataError(f"{folder}: its valid split is empty; give shards with one (heldout.shards=FOLDER)")
+    shards.verify("valid")
+    return shards
 
 
 def describe_published(is_published: bool | None) -> str:
@@ -207,9 +214,9 @@ def hub_home(path: Path) -> Path:
     return Path("runs") / re.sub(r"[^\w.-]+", "--", str(path).removeprefix(HUB))
 
 
-def results_path(home: Path, protocol: str) -> Path:
+def results_path(home: Path, task: str) -> Path:
     """The results.json of a run or an export."""
-    return home / "eval" / protocol / "results.json"
+    return home / "eval" / task / "results.json"
 
 
 def write_result_file(path: Path, results: dict[str, Any]) -> None:
@@ -243,14 +250,14 @@ def pick_device() -> Literal["cuda", "cpu"]:
 
 
 def append_to_history(home: Path, results: dict[str, Any]) -> None:
-    """Append the content of a protocol's results.json, without single examples, and write the table again."""
+    """Append the content of a task's results.json, without single examples, and write the table again."""
     path = home / "eval" / HISTORY
     facts = {key: value for key, value in results.items() if key in ("protocol", "identity", "commit", "seconds")}
     row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts, "headline": results["headline"]}
     row |= {key: results[key] for key in ("window_tokens", "published_file", "model") if key in results}
     with regular_file(path).open("a") as file:  # one write, which leaves the existing lines untouched
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    header = ("protocol", "measure", "result", "examples", "test set file", "checkpoint", "tokenizer", "commit", "time")
+    header = ("task", "measure", "result", "examples", "test set file", "checkpoint", "tokenizer", "commit", "time")
     write_atomically(
         path.with_suffix(".md"), table(header, [_cells_of_history(row) for row in _rows_of_history(path)]) + "\n"
     )

@@ -1,21 +1,16 @@
-"""The score of one long text, read as a stream: of a text file of any size (protocol text@bpb), and by position, far
-beyond the trained length, of held-out text (protocol positions).
+"""The score of one long text, read as a stream.
 
 The position in the stream is saved: after an interruption the evaluation resumes with equal bits.
 
 Shape suffixes: S tokens of a sequence, N sequences, P position buckets.
 """
 
-import codecs
 import ctypes
-import hashlib
 import io
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -25,13 +20,13 @@ import xxhash
 from torch import Tensor
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.data.tokenizers.interface import encode_blocks
-from tost_lm.errors import ConfigError, DataError
+from tost_lm.errors import ConfigError
 from tost_lm.files import regular_file, write_atomically
 from tost_lm.inference.generation import LanguageModel
-from tost_lm.inference.likelihood import rates
 from tost_lm.inference.ranks import Ranks
+from tost_lm.inference.requests import rates
 from tost_lm.inference.subject import differing
+from tost_lm.inference.text_file import BLOCK_BYTES, TextFile, ids_of
 from tost_lm.mixers.registry import FACTS, mixer_class
 from tost_lm.model.block import LMState
 from tost_lm.model.streaming import TILE_TOKENS, TokenStream
@@ -45,7 +40,7 @@ LARGEST_SHARE = 0.05
 DIGEST_BYTES = 16
 
 
-class Position(NamedTuple):
+class TextPosition(NamedTuple):
     """A position in a text."""
 
     tokens: int = 0
@@ -72,26 +67,28 @@ class SavedPosition:
         self._identity = identity | {"parallel": {"tensor": ranks.tensor_ranks}}
         self._next_save = time.monotonic() + SAVE_EVERY_S
 
-    def read(self, model: "LanguageModel") -> Position:
+    def read(self, model: "LanguageModel") -> TextPosition:
         """The saved position, which is reported on stdout. Without a file it is the beginning, as with the file of
         another identity or a damaged one, which are named."""
         position, problem = self._read(next(model.parameters()).device)
         found = self._ranks.gather(position.tokens)
         if len(set(found)) > 1:
-            position, problem = Position(), "not the same on all nodes"
+            position, problem = TextPosition(), "not the same on all nodes"
         if problem:
             print(f"{self.path}: {problem}; scoring starts at the beginning", flush=True)
         elif position.tokens:
             print(f"resuming after {position.tokens:,} tokens", flush=True)
         return position
 
-    def write_if_due(self, position: Position) -> None:
+    def write_if_due(self, position: TextPosition) -> None:
         """Save the position every SAVE_EVERY_S seconds, or more rarely if that takes more than LARGEST_SHARE."""
         started = time.monotonic()
         if not self._ranks.gather(started >= self._next_save)[0]:
             return
         assert position.state
         letter_of = {mixer_class(letter).State: letter for letter in FACTS}
+        if not all(type(layer) in letter_of for layer in position.state.layers):
+            return  # a cache of another library
         layers = [(letter_of[type(layer)], self._of_all_tensor_ranks(layer)) for layer in position.state.layers]
         if self._ranks.rank == 0:
             buffer = io.BytesIO()
@@ -105,20 +102,20 @@ class SavedPosition:
         """Remove the file, after the result is written; rank 0 calls it."""
         self.path.unlink(missing_ok=True)
 
-    def _read(self, device: torch.device) -> tuple[Position, str | None]:
+    def _read(self, device: torch.device) -> tuple[TextPosition, str | None]:
         """The position, and what is wrong with the file."""
         if not self.path.is_file():
-            return Position(), None
+            return TextPosition(), None
         content = regular_file(self.path).read_bytes()
         digest, data = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
         if digest != xxhash.xxh3_128_digest(data):
-            return Position(), "damaged"
+            return TextPosition(), "damaged"
         identity, tokens, nats, layers = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
         if identity != self._identity:
-            return Position(), f"saved with another {differing(identity, self._identity)}"
+            return TextPosition(), f"saved with another {differing(identity, self._identity)}"
         rank = self._ranks.mesh.tensor.rank if self._ranks.mesh else 0
         states = tuple(mixer_class(letter).State(*(x_R[rank] for x_R in tensors)) for letter, tensors in layers)
-        return Position(tokens, nats, LMState(states, (tokens,))), None
+        return TextPosition(tokens, nats, LMState(states, (tokens,))), None
 
     def _of_all_tensor_ranks(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Each tensor of a layer's state on all R tensor ranks, [R, …] on the host."""
@@ -129,55 +126,10 @@ class SavedPosition:
         return [all_gather(x, self._ranks.mesh.tensor)().cpu() for x in tensors]
 
 
-BLOCK_BYTES, ID_BYTES = 1 << 18, 4
+ID_BYTES = 4
 
-Report = Callable[[int, int, str], object]
+OnProgress = Callable[[int, int, str], object]
 """Called with the number of tokens scored so far, the number of all tokens, and a note."""
-
-
-@dataclass(frozen=True)
-class TextFile:
-    """A UTF-8 file that is not empty."""
-
-    path: Path
-    bytes: int
-    sha256: str
-
-    @classmethod
-    def check(cls, path: Path, setting: str) -> "TextFile":
-        """Read a file once from end to end; errors name `setting`.
-
-        Raises:
-            DataError: the path is not a file, or the file is empty or not UTF-8 (says where).
-        """
-        if not path.is_file():
-            problem = "not a file; give a file, since a pipe cannot be read twice" if path.exists() else "no such file"
-            raise DataError(f"{setting} {path}: {problem}")
-        digest = hashlib.sha256()
-        for _ in _decoded(path, digest):
-            pass
-        size = path.stat().st_size
-        if not size:
-            raise DataError(f"{setting} {path}: empty; give a text")
-        return cls(path, size, digest.hexdigest())
-
-    def blocks(self) -> Iterator[str]:
-        """The text. Raises DataError at its end if it is not the one that was checked."""
-        digest = hashlib.sha256()
-        yield from _decoded(self.path, digest)
-        if digest.hexdigest() != self.sha256:
-            raise DataError(f"{self.path}: changed while it was read; start again when nothing writes to it")
-
-    def end(self, characters: int) -> str:
-        """The last `characters` characters, or the whole text if it is shorter."""
-        with regular_file(self.path).open("rb") as file:
-            file.seek(max(0, self.bytes - 4 * characters))
-            return file.read().decode(errors="ignore")[-characters:]
-
-
-def ids_of(tokenizer: Tokenizer, blocks: Iterable[str]) -> Iterator[Any]:
-    """The ids that a model reads for a text in blocks: the end of text, then the text's ids in arrays."""
-    return chain([tokenizer.eot], encode_blocks(tokenizer, blocks))
 
 
 def score_text(
@@ -186,7 +138,7 @@ def score_text(
     text: TextFile,
     ranks: Ranks | None = None,
     saved: SavedPosition | None = None,
-    report: Report | None = None,
+    report: OnProgress | None = None,
 ) -> "tuple[dict[str, Any], LMState]":
     """Nats per token, perplexity and bits per byte of a text, each token given all before it; and the final state.
 
@@ -213,12 +165,12 @@ def score_text(
                 f"{text.path}: {length:,} tokens are more than the model's positions (model.max_positions = "
                 f"{limit:,}); shorten the text"
             )
-        at = saved.read(model) if saved else Position()
+        at = saved.read(model) if saved else TextPosition()
         if report:
             report(at.tokens, length, "")
         stream = TokenStream(model, _ids_from(ids_file, at.tokens), at.state, TILE_TOKENS * ranks.sequence_ranks)
         for nats_T in ranks.each(stream):
-            at = Position(at.tokens + len(nats_T), at.nats + float(nats_T.sum()), stream.state)
+            at = TextPosition(at.tokens + len(nats_T), at.nats + float(nats_T.sum()), stream.state)
             if report:
                 report(at.tokens, length, f"{at.nats / at.tokens:.4f} nats/token")
             if saved:
@@ -246,23 +198,3 @@ def _ids_from(file: IO[bytes], first: int) -> Iterator[np.ndarray]:
     file.seek(first * ID_BYTES)
     while block := file.read(BLOCK_BYTES):
         yield np.frombuffer(block, np.uint32)
-
-
-def _decoded(path: Path, digest: Any) -> Iterator[str]:
-    """The text of a file in blocks; `digest` is updated with their bytes."""
-    decoder, done = codecs.getincrementaldecoder("utf-8")(), 0
-    with regular_file(path).open("rb") as file:
-        while True:
-            data = file.read(BLOCK_BYTES)
-            digest.update(data)
-            done += len(data)
-            try:
-                text = decoder.decode(data, final=not data)
-            except UnicodeDecodeError as error:
-                byte, offset = error.object[error.start], done - len(error.object) + error.start
-                raise DataError(
-                    f"{path}: not UTF-8 (byte 0x{byte:02x} at offset {offset:,}); convert it to UTF-8"
-                ) from None
-            if not data:
-                return
-            yield text

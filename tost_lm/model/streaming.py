@@ -57,7 +57,8 @@ class TokenStream(Iterator[Tensor]):
             ConfigError: during iteration: the text is longer than the model's positions, as in `TostLM`.
             ValueError: `tile_tokens` is not positive; during iteration: ids are not integers in one dimension.
         """
-        self.state = to_running_dtype(state)
+        empty = getattr(model, "empty_state", None)  # of another library, whose first call else returns no state
+        self.state = to_running_dtype(empty(1) if state is None and empty else state)
         self.last: int | None = None
         """None before the first id."""
         self._nats = self._read(model, in_tiles(tokens, tile_tokens, first=1))

@@ -51,11 +51,16 @@ def _branch(start: StartPoint) -> dict[str, Any] | None:
     return {"folder": str(folder), "manifest_sha256": sha256, "data": data}
 
 
-def log_end(config: PretrainConfig, step: int, stop_reason: str, metrics: Metrics | NullMetrics) -> None:
-    """Log how the launch ended after `step` steps, and close the records."""
+def log_end(config: PretrainConfig, progress: Progress, stop_reason: str, metrics: Metrics | NullMetrics) -> None:
+    """Log how the launch ended, and close the records."""
+    step = progress.step
     if stop_reason:
         how = f"stopped on {stop_reason} with everything saved; run the same command to resume"
         metrics.event(step, "stopped", why=stop_reason)
+    elif config.stops_early(progress):
+        since, lowest = progress.validations_since_lowest, progress.lowest_validation_loss
+        how = f"done: {since} validations in a row were not below {lowest:.4f} (validation.stop_after)"
+        metrics.event(step, "done", why="validation.stop_after")
     elif step < config.train.steps:
         how = "stopped at run.stop_at_step"
         metrics.event(step, "stopped", why="run.stop_at_step")

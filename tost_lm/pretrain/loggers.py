@@ -25,7 +25,8 @@ def validation_values(row: Row) -> Row:
     """The values of a row of validation.jsonl."""
     losses = zip(row["position_ends"], row["loss_by_position"], strict=True)
     by_position = {f"validation/loss_by_position/{end}": loss for end, loss in losses}
-    return {"step": row["step"], "validation/loss": row["loss"], **by_position}
+    by_corpus = {f"validation/loss_by_corpus/{name}": loss for name, loss in row.get("loss_by_corpus", {}).items()}
+    return {"step": row["step"], "validation/loss": row["loss"], **by_position, **by_corpus}
 
 
 def evaluation_values(row: Row) -> Row:

@@ -22,6 +22,7 @@ from tost_lm.checkpointing.run_folder import ENVIRONMENT, ROWS, read_record
 from tost_lm.config import to_toml
 from tost_lm.errors import TrainingError
 from tost_lm.files import regular_file, write_atomically, write_rows
+from tost_lm.markdown import with_error
 from tost_lm.model.flops import flops_per_token, peak_flops
 from tost_lm.pretrain.loggers import (
     Row,
@@ -153,15 +154,17 @@ class Metrics:
         loss, perplexity = row["loss"], float(torch.tensor(row["loss"], dtype=torch.float64).exp())  # perhaps inf
         steps = f"{row['step']}/{self._config.train.steps}"
         self.log(f"step {steps}  validation loss {loss:.4f}  perplexity {perplexity:,.2f}")
+        for name, of_corpus in row.get("loss_by_corpus", {}).items():
+            self.log(f"step {steps}  validation loss {'none' if of_corpus is None else f'{of_corpus:.4f}'}  {name}")
 
     def evaluation(self, row: dict[str, Any]) -> None:
-        """Record an evaluation: step, protocol, headline (the metric that is logged), and the metrics with the standard
-        error of the headline."""
+        """Record an evaluation: step, protocol (the task), headline (the metric that is logged), and the metrics, also
+        the standard error of the headline if it has one."""
         self._send(evaluation_values(_append(self._evaluation_rows, row)))
-        figure, error = (f"{row[key]:.5g}" for key in (row["headline"], f"{row['headline']}_standard_error"))
+        headline = row["headline"]
+        figure = with_error(row[headline], row.get(f"{headline}_standard_error"), ".5g")
         self.log(
-            f"step {row['step']}/{self._config.train.steps}  {row['protocol']}  {row['headline'].replace('_', ' ')} "
-            f"{figure} ± {error}"
+            f"step {row['step']}/{self._config.train.steps}  {row['protocol']}  {headline.replace('_', ' ')} {figure}"
         )
 
     def skipped(self, step: int, reason: str, batch: int) -> None:

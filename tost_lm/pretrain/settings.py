@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tost_lm.checkpointing.format import read_model_config
+from tost_lm.checkpointing.format import Progress, read_model_config
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.config import NAMES_FILES, Section, require_local
@@ -165,27 +165,35 @@ class ValidationConfig(Section):
     """Steps between validations; without it there are none."""
     sequences: int = Field(default=64, gt=0)
     """Number of sequences of train.seq_len tokens, the same each time, over all ranks; at most one pass over the held-out split."""
+    stop_after: int | None = Field(default=None, gt=0)
+    """End the run after this many validations in a row whose loss was not below the lowest one before. Its checkpoint stays."""
+
+    @model_validator(mode="after")
+    def _stops_after_validations(self) -> "ValidationConfig":
+        if self.stop_after and self.every is None:
+            raise ValueError("validation.stop_after has no effect without validations: set validation.every")
+        return self
 
 
 class EvaluationConfig(Section):
-    """Evaluation on test sets during training, by the code of `tost eval zero-shot`; nothing here changes the result of training."""
+    """Tasks during training, by the code of `tost eval`; nothing here changes the result of training."""
 
     every: int | None = Field(default=None, gt=0)
     """Steps between evaluations; another follows the last step. Without it there are none."""
-    protocols: list[str] = Field(default_factory=list)
-    """Names of protocols of `tost eval zero-shot`."""
-    batch_tokens: int | None = Field(default=None, gt=0)
-    """Tokens that a copy of the model reads at once; without it 8,192 on a GPU and 2,048 on a CPU. It affects memory and time only."""
+    tasks: list[str] = Field(default_factory=list)
+    """Names of tasks, families or groups of `tost eval`, all but heldout@bpb."""
+    settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Sections of `tost eval`: [evaluation.settings.needle] has the settings of its section `needle`."""
     sets: dict[str, Path] = Field(default_factory=dict)
-    """The file of each test set, as in `sets` of `tost eval zero-shot`: {wikitext2 = "wiki.test.raw"}. Others are downloaded."""
+    """The file of each test set, as in `sets` of `tost eval`: {wikitext2 = "wiki.test.raw"}. Others are downloaded."""
 
     @model_validator(mode="after")
     def _when_and_what(self) -> "EvaluationConfig":
-        if self.every and not self.protocols:
-            raise ValueError("evaluation.every is set without evaluation.protocols: name protocols, or remove it")
-        if self.protocols and not self.every:
+        if self.every and not self.tasks:
+            raise ValueError("evaluation.every is set without evaluation.tasks: name tasks, or remove it")
+        if self.tasks and not self.every:
             raise ValueError(
-                "evaluation.protocols is set without evaluation.every: set the number of steps between evaluations"
+                "evaluation.tasks is set without evaluation.every: set the number of steps between evaluations"
             )
         return self
 
@@ -387,6 +395,10 @@ class PretrainConfig(Section):
     def last_step(self) -> int:
         """The last step of this launch."""
         return min(self.train.steps, self.run.stop_at_step or self.train.steps)
+
+    def stops_early(self, progress: Progress) -> bool:
+        """Whether `validation.stop_after` has ended the run."""
+        return 0 < (self.validation.stop_after or 0) <= progress.validations_since_lowest
 
     def what_is_trained(self) -> "PretrainConfig":
         """The settings that identify a run; all others have default values."""

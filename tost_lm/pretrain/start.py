@@ -122,7 +122,14 @@ def _find_branch_point(config: PretrainConfig, corpora: Corpora, folder: Path) -
     require_same_rates(trunk, config, theirs.step, what, folder.parent.parent)
     if theirs.shards_fingerprint == corpora.fingerprint and trunk.data.packing == config.data.packing:
         return ours
-    return replace(ours, data_start=theirs.step, recent=(), validation_loss=None)
+    return replace(
+        ours,
+        data_start=theirs.step,
+        recent=(),
+        validation_loss=None,
+        lowest_validation_loss=None,
+        validations_since_lowest=0,
+    )
 
 
 def require_same_rates(old: PretrainConfig, new: PretrainConfig, step: int, what: str, run_folder: Path) -> None:

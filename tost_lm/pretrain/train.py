@@ -125,7 +125,7 @@ class Launch:
             try:
                 for number, micro_batches in numbered:
                     self.step(data_start + number + 1, micro_batches)
-                    if self.stop_reason:
+                    if self.is_over:
                         break
                     self.heartbeat.record(self.progress.step, "reading")
             except StopRequestedError as request:  # the step or the measurement is abandoned
@@ -136,7 +136,7 @@ class Launch:
         self.heartbeat.record(self.progress.step, "leaving")
         self.writer.finish()
         self.profiler.close()
-        log_end(self.config, self.progress.step, self.stop_reason, self.metrics)
+        log_end(self.config, self.progress, self.stop_reason, self.metrics)
         self.progress.require_finite_validation(self.config.train.steps, self.config.run_folder)
         return self.stop_reason
 
@@ -166,14 +166,20 @@ class Launch:
         if (validation := self.validation) and due(config.validation.every):
             row = self.measured(lambda beat: validation.measure(self.engine, beat, self.metrics.log))
             self.metrics.validation({"step": step, **row})
-            self.progress = replace(self.progress, validation_loss=row["loss"])
+            self.progress = self.progress.after_validation(row["loss"])
         if (evaluation := self.evaluation) and due(config.evaluation.every):
             for row in self.measured(lambda beat: evaluation.measure(self.engine, self.mesh, beat)):
                 self.metrics.evaluation({"step": step, **row})
         self.stop_reason = self.stop.after_step()
         self.writer.poll()
-        if self.stop_reason or step % config.checkpoint.interval == 0 or step >= config.last_step:
+        if step % config.checkpoint.interval == 0 or self.is_over:
             self.save()  # last, so that the checkpoint contains all results
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step follows."""
+        done = self.progress.step >= self.config.last_step or self.config.stops_early(self.progress)
+        return done or bool(self.stop_reason)
 
     def is_due(self, every: int | None) -> bool:
         """Whether a measurement is due: at multiples of `every` and after the last step."""

@@ -1,40 +1,36 @@
 """Reports of one run or of several runs: Markdown, a self-contained HTML page, and figures."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tost_lm.errors import ConfigError, install_hint
-
-if TYPE_CHECKING:
-    from tost_lm.report.run import EvaluationSections
+from tost_lm.errors import ConfigError
 
 
-def write_report(folder: Path, evaluations: "EvaluationSections", *, to_wandb: bool = False) -> Path:
+def write_report(folder: Path, *, to_wandb: bool = False) -> Path:
     """Write report.md and report.html into a run folder or model folder, and the figures into its eval/report/.
 
-    `evaluations` yields the sections of its evaluations. `to_wandb` also logs the figures to wandb, below eval/.
+    `to_wandb` also logs the figures to wandb, below eval/.
     Returns the path of report.html.
 
     Raises:
         ConfigError: `folder` is neither, or a package is not installed; or as `log_to_wandb`.
         CheckpointError: the run has no valid checkpoint, or the model folder is damaged.
     """
-    require_packages()
-    from tost_lm.report.page import Page, log_to_wandb
-    from tost_lm.report.record import EvaluatedModel, RunRecord, is_export
+    from tost_lm.page import Page, log_to_wandb, require_packages
+    from tost_lm.report.record import RunRecord, is_export
     from tost_lm.report.run import export_sections, run_sections
+    from tost_lm.tasks.sections import EvaluatedModel
 
+    require_packages()
     if is_export(folder):
         name = folder.resolve().name
         page = Page(f"Model {name}", figures="eval/report")
-        written = page.write(folder, export_sections(EvaluatedModel(folder), page, evaluations))
+        written = page.write(folder, export_sections(EvaluatedModel(folder), page))
     else:
         run = RunRecord.read(folder)
         name = run.config["run"]["name"]
         page = Page(f"Run {name}", figures="eval/report")
-        written = page.write(folder, run_sections(run, page, evaluations))
+        written = page.write(folder, run_sections(run, page))
     if to_wandb:
         log_to_wandb(name, folder / "eval", page.charts)
     return written
@@ -49,11 +45,11 @@ def write_comparison(folders: Sequence[Path], target: Path, *, to_wandb: bool = 
         ConfigError: a folder is not a run folder, has no metrics or is listed twice; `target` is a run folder; a
             package is not installed; or as `log_to_wandb`.
     """
-    require_packages()
+    from tost_lm.page import Page, log_to_wandb, require_packages
     from tost_lm.report.comparison import comparison_sections
-    from tost_lm.report.page import Page, log_to_wandb
     from tost_lm.report.record import group_runs, read_runs
 
+    require_packages()
     runs = read_runs(folders)
     if (target / "config.toml").exists():
         raise ConfigError(f"report.folder is a run folder: {target}; choose another folder")
@@ -62,10 +58,3 @@ def write_comparison(folders: Sequence[Path], target: Path, *, to_wandb: bool = 
     if to_wandb:
         log_to_wandb(target.name, target, page.charts)
     return written
-
-
-def require_packages() -> None:
-    """Raises ConfigError that names a package of reports that is not installed."""
-    for package in ("markdown_it", "matplotlib"):
-        if not find_spec(package):
-            raise ConfigError(f"the report needs a package: {package}; {install_hint('report')}")

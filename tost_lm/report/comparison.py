@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tost_lm.config import validate
-from tost_lm.inference.protocol_names import HELDOUT, NEEDLE, RETRIEVAL_TASKS, TEXT
-from tost_lm.markdown import escape, table, with_error
+from tost_lm.markdown import escape, format_chance, table, with_error
 from tost_lm.model import ModelConfig
 from tost_lm.model.flops import parameters
-from tost_lm.report.page import Page, column
+from tost_lm.page import Page, column
 from tost_lm.report.record import (
     Curve,
     Group,
@@ -25,10 +24,8 @@ from tost_lm.report.record import (
     seed,
     step_chart,
 )
-from tost_lm.report.retrieval import mean_score
-from tost_lm.report.retrieval import of_groups as retrieval_of_groups
-
-PROTOCOLS = (HELDOUT, *RETRIEVAL_TASKS, TEXT)
+from tost_lm.tasks.registry import all_tasks
+from tost_lm.tasks.task import Task
 
 
 class Score(NamedTuple):
@@ -53,23 +50,19 @@ def _last_validation_loss(group: Group) -> Score | None:
     return _loss([run.validation for run in group.runs if run.validation])
 
 
-def bits_per_byte(results: dict[str, Any]) -> float:
-    return results["model"]["bits_per_byte"]
+def compared_tasks() -> list[Task]:
+    return [task for task in all_tasks() if task.column or task.has_lengths]
 
 
-def choice_accuracy(results: dict[str, Any]) -> float:
-    return mean_score(results["cells"], "choice_accuracy")
-
-
-METRICS = [
-    Metric("training loss", ".4f", lambda group: _loss([run.metrics for run in group.runs])),
-    Metric("validation loss", ".4f", _last_validation_loss),
-    Metric("held-out bits per byte", ".4f", lambda group: _result(group, HELDOUT, bits_per_byte)),
-    Metric("text file, bits per byte", ".4f", lambda group: _result(group, TEXT, bits_per_byte)),
-    Metric("needle choice accuracy", ".1%", lambda group: _result(group, NEEDLE, choice_accuracy)),
-    Metric("tokens/s/device", ",.0f", lambda group: _over_rows(group, "tokens_per_second_device", np.nanmedian)),
-    Metric("peak memory (GB)", ",.2f", lambda group: _over_rows(group, "memory_peak_bytes", np.nanmax, scale=1e-9)),
-]
+def metrics() -> list[Metric]:
+    """The columns, with those of tasks."""
+    return [
+        Metric("training loss", ".4f", lambda group: _loss([run.metrics for run in group.runs])),
+        Metric("validation loss", ".4f", _last_validation_loss),
+        *[Metric(*task.column, lambda group, task=task: _result(group, task)) for task in all_tasks() if task.column],
+        Metric("tokens/s/device", ",.0f", lambda group: _over_rows(group, "tokens_per_second_device", np.nanmedian)),
+        Metric("peak memory (GB)", ",.2f", lambda group: _over_rows(group, "memory_peak_bytes", np.nanmax, scale=1e-9)),
+    ]
 
 
 def gap_to_best(groups: Sequence[Group]) -> dict[int, Mean]:
@@ -103,10 +96,10 @@ def limitations(groups: Sequence[Group]) -> Iterator[str]:
         yield "The groups have different training data or vocabularies, so their losses per token are not comparable."
     if len({run.validation[-1]["tokens"] for run in runs if run.validation}) > 1:
         yield "The validation losses are from different numbers of tokens."
-    for protocol in PROTOCOLS:
-        identities = [results["identity"] for run in runs if (results := run.results(protocol))]
+    for task in compared_tasks():
+        identities = [results["identity"] for run in runs if (results := run.results(task.name))]
         if any(_inputs(identity) != _inputs(identities[0]) for identity in identities):
-            yield f"The results of {protocol} are from different texts or settings."
+            yield f"The results of {task.name} are from different texts or settings."
 
 
 def _limitations_within(group: Group) -> Iterator[str]:
@@ -118,11 +111,11 @@ def _limitations_within(group: Group) -> Iterator[str]:
         yield f"The runs of group {group.number} ended at different steps ({listed}) and are {how}."
     if len({seed(run) for run in group.runs}) < len(group.runs):
         yield f"Some runs of group {group.number} have the same seed, so the standard error is not over seeds."
-    for protocol in PROTOCOLS:
-        found = {run.folder: results["identity"]["step"] for run in group.runs if (results := run.results(protocol))}
+    for task in compared_tasks():
+        found = {run.folder: results["identity"]["step"] for run in group.runs if (results := run.results(task.name))}
         if len(set(found.values())) > 1:
             steps = ", ".join(f"{name} after {step:,}" for name, step in found.items())
-            yield f"The results of {protocol} in group {group.number} have no mean: the steps differ ({steps})."
+            yield f"The results of {task.name} in group {group.number} have no mean: the steps differ ({steps})."
 
 
 def _loss(records: Sequence[Sequence[dict[str, Any]]]) -> Score | None:
@@ -141,10 +134,10 @@ def _over_rows(group: Group, key: str, of: Callable[[np.ndarray], float], scale:
     return mean and Score(mean, None)
 
 
-def _result(group: Group, protocol: str, score: Callable[[dict[str, Any]], float]) -> Score | None:
-    results = [results for run in group.runs if (results := run.results(protocol))]
+def _result(group: Group, task: Task) -> Score | None:
+    results = [results for run in group.runs if (results := run.results(task.name))]
     steps = {result["identity"]["step"] for result in results}
-    mean = Mean.of([score(result) for result in results])
+    mean = Mean.of([task.cited(result) for result in results])
     return Score(mean, steps.pop()) if mean and len(steps) == 1 else None
 
 
@@ -161,12 +154,39 @@ def comparison_sections(groups: Sequence[Group], page: Page) -> Iterator[str]:
     yield results(groups)
     yield validation_loss(groups, page)
     yield paired_differences(groups)
-    yield retrieval_of_groups(groups)
+    yield by_length(groups)
     yield training_loss(groups, page)
     yield loss_by_position(groups, page)
     yield group_members(groups)
     yield each_run(groups)
     yield page.figure_files()
+
+
+def by_length(groups: Sequence[Group]) -> str:
+    """Every task with lengths, with a column for each group; empty unless several runs have results."""
+    tasks = [task for task in compared_tasks() if task.has_lengths]
+    runs = [run for group in groups for run in group.runs]
+    if sum(any(run.results(task.name) for task in tasks) for run in runs) < 2:
+        return ""
+    rows = []
+    for task in tasks:
+        found = [group.results(task.name) for group in groups]
+        scores = [[task.by_length(results) for results in of_group] for of_group in found]
+        chances = [results["chance"] for of_group in found for results in of_group]
+        for length in sorted({length for of_group in scores for of_run in of_group for length in of_run}):
+            cells = [_mean_and_control([of[length] for of in of_group if length in of]) for of_group in scores]
+            rows.append((task.name, f"{length:,}", format_chance(chances[0]), *cells))
+    return "\n\n".join([
+        "## Scores by length",
+        "The cited score of each task, mean ± standard error over the runs of a group. The control in parentheses uses "
+        "a text without the answer.",
+        table(("task", "tokens", "chance", *[f"group {group.number}" for group in groups]), rows),
+    ])  # fmt: skip
+
+
+def _mean_and_control(scores: Sequence[tuple[float, float]]) -> str:
+    own, controls = (Mean.of(values) for values in zip(*scores, strict=True)) if scores else (None, None)
+    return f"{with_error(own.value, own.error, '.1%')} ({controls.value:.1%})" if own and controls else "–"
 
 
 def group_members(groups: Sequence[Group]) -> str:
@@ -263,12 +283,13 @@ def _parameters(group: Group) -> str:
 
 
 def _metrics_table(header: Sequence[str], firsts: Sequence[tuple[str, ...]], groups: Sequence[Group]) -> str:
-    """A table with a row for each group: its first cells, its step, and the METRICS that any group has."""
-    scores = {metric: [metric.of(group) for group in groups] for metric in METRICS}
+    """A table with a row for each group: its first cells, its step, and the metrics that any group has."""
+    columns = metrics()
+    scores = {metric: [metric.of(group) for group in groups] for metric in columns}
     shown = [metric for metric, found in scores.items() if any(found)]
     rows = []
     for i, (first, group) in enumerate(zip(firsts, groups, strict=True)):
-        training = scores[METRICS[0]][i]
+        training = scores[columns[0]][i]
         step = training.step if training else None
         cells = [_cell(metric, scores[metric][i], step, len(group.runs)) for metric in shown]
         rows.append((*first, "–" if step is None else f"{step:,}", *cells))

@@ -20,37 +20,10 @@ from tost_lm.checkpointing.run_folder import read_record
 from tost_lm.config import leaves, read_toml
 from tost_lm.errors import ConfigError
 from tost_lm.files import regular_file
-from tost_lm.inference.protocol_names import HELDOUT
-from tost_lm.inference.subject import Subject, read_result_file, results_path
+from tost_lm.inference.subject import Subject
+from tost_lm.page import POSITION, Chart, column, line_data, marker, new_figure, position_axis, step_axis
 from tost_lm.redaction import redact_text
-from tost_lm.report.page import POSITION, Chart, column, line_data, marker, new_figure, position_axis, step_axis
-
-
-@dataclass(frozen=True)
-class EvaluatedModel:
-    """A run folder or model folder and its evaluation results. The checkpoint is found on first use."""
-
-    folder: Path
-
-    @cached_property
-    def subject(self) -> Subject:
-        """The newest valid checkpoint. Raises CheckpointError if there is none."""
-        return Subject.find(self.folder)
-
-    @property
-    def arguments(self) -> str:
-        """Arguments for a program that reads held-out text."""
-        return f"{self.folder} heldout.shards=FOLDER"
-
-    def named_protocols(self) -> dict[str, dict[str, Any]]:
-        """Results of `tost eval zero-shot` on test sets by protocol."""
-        names = sorted(path.parent.name for path in self.folder.glob("eval/*@*/results.json"))
-        found = {name: self.results(name) or {} for name in names}
-        return {name: results for name, results in found.items() if "headline" in results and name != HELDOUT}
-
-    def results(self, protocol: str) -> dict[str, Any] | None:
-        """The results of a protocol; None without any. Raises as `read_result_file`."""
-        return read_result_file(results_path(self.folder, protocol))
+from tost_lm.tasks.sections import EvaluatedModel
 
 
 @dataclass(frozen=True)
@@ -95,8 +68,8 @@ class RunRecord(EvaluatedModel):
         return [RunRecord.read(folder) for *_, folder in sorted(found)]
 
     @property
-    def arguments(self) -> str:
-        return super().arguments if "mixture" in self.config["data"] else str(self.folder)
+    def needs_shards(self) -> bool:
+        return "mixture" in self.config["data"]
 
     @cached_property
     def parameters(self) -> int:
@@ -156,9 +129,9 @@ class Group:
             shorten(f"{self.number}: {settings}", LABEL_CHARACTERS, placeholder=" …") if settings else f"{self.number}"
         )
 
-    def results(self, protocol: str) -> list[dict[str, Any]]:
+    def results(self, task: str) -> list[dict[str, Any]]:
         """Results of the runs; none if their steps or settings differ, because then a mean has no meaning."""
-        found = [results for run in self.runs if (results := run.results(protocol))]
+        found = [results for run in self.runs if (results := run.results(task))]
         alike = {str([results["identity"][key] for key in ("step", "settings")]) for results in found}
         return found if len(alike) == 1 else []
 

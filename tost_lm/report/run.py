@@ -1,28 +1,26 @@
 """Sections of the report of one run or model folder."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
 
 from tost_lm.checkpointing.format import MANIFEST, read_entries
 from tost_lm.config import validate
 from tost_lm.errors import DataError
 from tost_lm.files import sha256_file
-from tost_lm.inference.protocol_names import HELDOUT
-from tost_lm.markdown import escape, table
+from tost_lm.inference.subject import SAMPLE
+from tost_lm.markdown import escape, fenced, table
 from tost_lm.model import ModelConfig
+from tost_lm.page import Page
 from tost_lm.redaction import redact_text
 from tost_lm.report import training
-from tost_lm.report.page import Page
-from tost_lm.report.protocols import MISSING
-from tost_lm.report.record import EvaluatedModel, RunRecord
+from tost_lm.report.record import RunRecord
+from tost_lm.tasks.registry import FAMILIES
+from tost_lm.tasks.sections import MISSING, EvaluatedModel, checkpoint_line, missing_line, state_growth
 
-EvaluationSections: TypeAlias = Callable[[EvaluatedModel, Page], Iterator[str]]
-"""The sections of the evaluations of a checkpoint."""
 ENOUGH_TOKENS_PER_PARAMETER = 20  # about compute-optimal, arXiv 2203.15556
 
 
-def run_sections(run: RunRecord, page: Page, evaluations: EvaluationSections) -> Iterator[str]:
+def run_sections(run: RunRecord, page: Page) -> Iterator[str]:
     """All sections, results first; a section without data is empty."""
     yield f"# {escape(page.title)}"
     yield _smoke_notice(run)
@@ -40,11 +38,19 @@ def run_sections(run: RunRecord, page: Page, evaluations: EvaluationSections) ->
     yield files(run, page)
 
 
-def export_sections(export: EvaluatedModel, page: Page, evaluations: EvaluationSections) -> Iterator[str]:
+def export_sections(export: EvaluatedModel, page: Page) -> Iterator[str]:
     """Evaluations and files of a model folder."""
     yield f"# {escape(page.title)}"
     yield from evaluations(export, page)
     yield files(export, page)
+
+
+def evaluations(run: EvaluatedModel, page: Page) -> Iterator[str]:
+    """The section of each family of tasks, and a generated text; one without results is empty or has the command that
+    evaluates."""
+    for section in dict.fromkeys(family.section for family in FAMILIES.values() if family.section):
+        yield section(run, page)
+    yield sample(run)
 
 
 def overview(run: RunRecord) -> str:
@@ -91,10 +97,38 @@ def files(run: EvaluatedModel, page: Page) -> str:
     checkpoint = run.subject.checkpoint
     rows = [(f"{checkpoint.name}/{MANIFEST}", f"SHA-256 {sha256_file(checkpoint / MANIFEST)}")]
     rows += [(f"{checkpoint.name}/{name}", f"XXH3 {entry['xxh3']}") for name, entry in read_entries(checkpoint).items()]
-    if results := run.results(HELDOUT):
-        identity = results["identity"]
-        rows.append((f"{redact_text(identity['shards'])}/manifest.json", f"SHA-256 {identity['shards_fingerprint']}"))
+    found = [run.results(path.parent.name) or {} for path in sorted(run.folder.glob("eval/*/results.json"))]
+    shards = {results["identity"]["shards"]: results["identity"]["shards_fingerprint"] for results in found if results}
+    rows += [
+        (f"{redact_text(folder)}/manifest.json", f"SHA-256 {fingerprint}")
+        for folder, fingerprint in shards.items()
+        if folder
+    ]
     return f"## Files\n\n{table(('file', 'hash'), rows)}\n\n{page.figure_files()}"
+
+
+def sample(run: EvaluatedModel) -> str:
+    """Generated text."""
+    results = run.results(SAMPLE)
+    if results is None:
+        return f"## Generated text\n\n{missing_line(f'tost generate {run.folder}')}"
+    settings = results["identity"]["settings"]["sample"]
+    how = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
+    how += f", top_k {settings['top_k']}" if settings.get("top_k") else ""
+    how += f", top_p {settings['top_p']:g}" if settings.get("top_p", 1) < 1 else ""
+    paragraphs = [
+        "## Generated text",
+        checkpoint_line(run, results, f"tost generate {run.folder}"),
+        f"End of the prompt {escape(redact_text(file))}:" if (file := settings.get("prompt_file")) else "Prompt:",
+        fenced(results["prompt"]),
+        f"Continuation ({how}, {results['tokens']} tokens, {results['tokens_per_second']:,.0f} tokens/s):",
+        fenced(results["text"]),
+        f"Size of the state after the prompt of {results['prompt_tokens']:,} tokens: "
+        f"{results['state_bytes_after_prompt']:,} bytes; {state_growth(results)}.",
+    ]
+    if results.get("characters", 0) > len(results["text"]):
+        paragraphs.append(f"The full text of {results['characters']:,} characters is in `eval/sample/text.txt`.")
+    return "\n\n".join(paragraphs)
 
 
 def _smoke_notice(run: RunRecord) -> str:

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from tost_lm.markdown import table
-from tost_lm.redaction import redact_text
-from tost_lm.report.page import (
+from tost_lm.page import (
     CONTRAST,
     DARK,
     LIGHT,
@@ -25,8 +24,9 @@ from tost_lm.report.page import (
     shade,
     step_axis,
 )
-from tost_lm.report.protocols import missing_line
+from tost_lm.redaction import redact_text
 from tost_lm.report.record import RunRecord, mean_curve, step_chart
+from tost_lm.tasks.sections import missing_line
 
 EVENTS = {"skipped": "skipped step", "resumed": "resumed", "stopped": "stopped early"}
 EVENTS_SHOWN = 50
@@ -42,7 +42,7 @@ RATES = {
 def losses(run: RunRecord, page: Page) -> str:
     """Loss curves."""
     if not run.metrics:
-        return f"## Loss\n\n{missing_line('tost train', 'configs/pretrain/NAME.toml')}"
+        return f"## Loss\n\n{missing_line('tost train configs/pretrain/NAME.toml')}"
     picture = page.add_figure("loss", loss_chart(run.metrics, run.validation), "Training and validation loss by step")
     last = run.metrics[-1]
     paragraphs = ["## Loss", picture, f"Last training loss: {_nats(last['loss'])} at step {last['step']:,}."]

@@ -10,12 +10,12 @@ from pydantic import Field, model_validator
 from tost_lm.config import Section, load_config, recipes
 from tost_lm.data.settings import CorpusConfig, DataPrepConfig
 from tost_lm.errors import ConfigError
-from tost_lm.eval.settings import ZeroShotConfig
 from tost_lm.inference.settings import GenerateConfig, RanksConfig
 from tost_lm.model.config import ModelConfig
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.tasks.settings import EvalConfig
 
 
 class Sizes(Section):
@@ -134,8 +134,8 @@ def test_a_problem_of_context_is_that_of_the_command_line(tmp_path: Path):
         (DataPrepConfig, "tokenizer.path", "https://host/x"),
         (DataPrepConfig, "corpus.source", "gs://bucket/*.jsonl"),
         (DataPrepConfig, "passages.text", "s3://bucket/x"),
-        (ZeroShotConfig, "heldout.shards", "s3://bucket/x"),
-        (ZeroShotConfig, "sets.wikitext2", "https://host/x"),
+        (EvalConfig, "heldout.shards", "s3://bucket/x"),
+        (EvalConfig, "sets", '{wikitext2 = "https://host/x"}'),
         (PretrainConfig, "data.folder", "s3://bucket/x"),
         (PretrainConfig, "data.mixture", '{"s3://bucket/x" = 1.0, b = 2.0}'),
         (PretrainConfig, "train.initial_weights", "hf+x://bucket/x"),

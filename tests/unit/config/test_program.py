@@ -87,7 +87,7 @@ def test_several_paths(capsys: pytest.CaptureFixture[str]):
     assert seen == [([Path("runs/x")], 3), ([Path("runs/x"), Path("y")], 5)]
     assert [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()] == [
         "not a setting: y; write section.key=value",
-        "RUN… is missing; write python -m p RUN… before any section.key=value",
+        "RUN is missing; write python -m p RUN… before any section.key=value",
     ]
 
 

@@ -7,30 +7,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from evaluations import CONTEXT
 
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.eval.context import CUE_TOKENS, KINDS, NAMES, SHOTS_INTRO, CountedTask, cell_lengths, make_tasks
-from tost_lm.eval.retrieval.grid import Scorer, Scores, score_cell
-from tost_lm.eval.retrieval.haystacks import NOISE, Text
-from tost_lm.eval.retrieval.tasks import Example, Task
-from tost_lm.eval.suite_settings import ContextConfig, ContextTasksConfig
-from tost_lm.inference.protocol_names import (
-    CONTEXT_GAIN,
-    CONTEXT_TASKS,
-    COPYING,
-    MANY_SHOT_SEEN,
-    MANY_SHOT_UNSEEN,
-    PASSAGES,
-)
+from tost_lm.tasks.answers import Scorer, Scores, score_cell
+from tost_lm.tasks.context import CUE_TOKENS, KINDS, NAMES, SHOTS_INTRO, ContextConfig, CountedQueries
+from tost_lm.tasks.haystacks import NOISE, Text
+from tost_lm.tasks.queries import Queries, Query
+from tost_lm.tasks.registry import make_queries
 
 DOCUMENTS = [
     "".join(f"Book {book}, page {page}. The lines of page {page} are short.\nNo.\n" for page in range(60))
     for book in range(4)
 ]
 TARGETS = 6
+COPYING, CONTEXT_GAIN, MANY_SHOT_SEEN, MANY_SHOT_UNSEEN, PASSAGES = CONTEXT
 COUNTED = (MANY_SHOT_SEEN, MANY_SHOT_UNSEEN, PASSAGES)
 
 
@@ -51,54 +45,53 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return SentencePieceTokenizer(train_sentencepiece(texts, size))
 
 
-def settings(**changes: Any) -> ContextTasksConfig:
-    return validate(ContextConfig, {"context": {"target_tokens": TARGETS, **changes}}, "test").context
+def settings(**changes: Any) -> ContextConfig:
+    return validate(ContextConfig, {"target_tokens": TARGETS, **changes}, "test")
 
 
 def text_of(tokenizer: Tokenizer) -> Text:
     return Text("the text", map(tokenizer.encode_array, DOCUMENTS), {}, section="context")
 
 
-def make(name: str, tokenizer: Tokenizer, **changes: Any) -> Task:
-    (task,) = make_tasks(settings(tasks=[name], **changes), tokenizer, lambda: text_of(tokenizer))
-    return task
+def make(name: str, tokenizer: Tokenizer, **changes: Any) -> Queries:
+    return make_queries(name, tokenizer, lambda: text_of(tokenizer), target_tokens=TARGETS, **changes)
 
 
-def length_of(task: Task, count: int = 9) -> int:
+def length_of(task: Queries, count: int = 9) -> int:
     """A length of a task's cell."""
-    if not isinstance(task, CountedTask):
+    if not isinstance(task, CountedQueries):
         return 200
-    return task.lengths_of([count], Facts())[0]
+    return task.lengths(settings(**{task.counted: [count]}), Facts())[0]
 
 
-def examples(task: Task, samples: int) -> list[tuple[Example, ...]]:
-    return [task.example(length_of(task), None, sample) for sample in range(samples)]
+def examples(task: Queries, samples: int) -> list[tuple[Query, ...]]:
+    return [task.query(length_of(task), None, sample) for sample in range(samples)]
 
 
-@pytest.mark.parametrize("name", CONTEXT_TASKS)
+@pytest.mark.parametrize("name", CONTEXT)
 def test_lengths_are_exact_and_examples_repeat(tokenizer: Tokenizer, name: str):
     task, again, other = make(name, tokenizer), make(name, tokenizer), make(name, tokenizer, seed=1)
     length = length_of(task)
-    again.example(length, None, 5)
+    again.query(length, None, 5)
     for sample in range(4):
-        first, control, *_ = conditions = task.example(length, None, sample)
+        first, control, *_ = conditions = task.query(length, None, sample)
         assert len(conditions) == len(task.conditions)
         assert len(first.prompt) + task.room == len(control.prompt) + task.room == length
         assert all(len(own) <= task.room for own in first.options)
-        for one, same in zip(conditions, again.example(length, None, sample), strict=True):
+        for one, same in zip(conditions, again.query(length, None, sample), strict=True):
             assert one.prompt.dtype == np.int64
             assert one.prompt[0] == tokenizer.eot
             assert (one.options, one.right, one.references) == (first.options, first.right, first.references)
             assert np.array_equal(one.prompt, same.prompt)
         assert not np.array_equal(first.prompt, control.prompt)
-        assert not np.array_equal(first.prompt, other.example(length, None, sample)[0].prompt)
+        assert not np.array_equal(first.prompt, other.query(length, None, sample)[0].prompt)
 
 
 def test_the_passage_is_repeated_at_the_distance(tokenizer: Tokenizer):
     task = make(COPYING, tokenizer)
     distance, passages = task.facts(200)["distance"], set()
     for sample in range(5):
-        repeated, control, first = task.example(200, None, sample)
+        repeated, control, first = task.query(200, None, sample)
         target = list(repeated.options[0])
         whole, other = (np.concatenate([one.prompt, target]) for one in (repeated, control))
         assert np.array_equal(whole[-TARGETS - CUE_TOKENS :], whole[-TARGETS - CUE_TOKENS - distance : -distance])
@@ -113,8 +106,8 @@ def test_the_same_tokens_follow_the_whole_the_cut_and_another_context(tokenizer:
     task = make(CONTEXT_GAIN, tokenizer)
     removed = task.facts(200)["removed"]
     for sample in range(5):
-        whole, control, cut = (one.prompt for one in task.example(200, None, sample))
-        target = task.example(200, None, sample)[0].options[0]
+        whole, control, cut = (one.prompt for one in task.query(200, None, sample))
+        target = task.query(200, None, sample)[0].options[0]
         text = tokenizer.decode([*whole.tolist(), *target])
         (own,) = (book for book in DOCUMENTS if text in f"{book}\n\n")
         assert len(cut) == len(whole) - removed
@@ -131,7 +124,7 @@ def test_labels_are_permuted_and_independent_of_the_words_in_the_control(tokeniz
     task, mappings = make(name, tokenizer), set()
     for count in (8, 40):
         for sample in range(5):
-            example, control = task.example(length_of(task, count), None, sample)
+            example, control = task.query(length_of(task, count), None, sample)
             shots, asked = read_shots(tokenizer, example)
             assert len(shots) == count
             assert (asked in [word for word, _ in shots]) == (name == MANY_SHOT_SEEN)
@@ -146,7 +139,7 @@ def test_labels_are_permuted_and_independent_of_the_words_in_the_control(tokeniz
     assert len(mappings) > 8
 
 
-def read_shots(tokenizer: Tokenizer, example: Example) -> tuple[list[tuple[str, str]], str]:
+def read_shots(tokenizer: Tokenizer, example: Query) -> tuple[list[tuple[str, str]], str]:
     """The words and labels of a text, and the word of its question."""
     text = tokenizer.decode(example.prompt.tolist()).split(SHOTS_INTRO)[1]
     return re.findall(r"(\w+) ([A-H])\n", text), text.rsplit("\n", 1)[1]
@@ -160,7 +153,7 @@ def test_one_passage_has_the_answer(tokenizer: Tokenizer):
     task, places = make(PASSAGES, tokenizer), []
     for count in (1, 5):
         for sample in range(8):
-            example, control = task.example(length_of(task, count), None, sample)
+            example, control = task.query(length_of(task, count), None, sample)
             text, without = (tokenizer.decode(one.prompt.tolist()) for one in (example, control))
             passages = re.findall("Passage: .*\n", text)
             assert len(passages) == len(re.findall("Passage: .*\n", without)) == count
@@ -191,7 +184,7 @@ def read_passage(text: str) -> str:
 def reader(tokenizer: Tokenizer) -> Scorer:
     """A scorer that reads labels and passages."""
 
-    def answer(example: Example) -> str:
+    def answer(example: Query) -> str:
         text = tokenizer.decode(example.prompt.tolist())
         if "Question:" in text:
             return read_passage(text)
@@ -199,7 +192,7 @@ def reader(tokenizer: Tokenizer) -> Scorer:
         labels = [label for word, label in shots if kind_of(word) == kind_of(asked)]
         return max(set(labels), key=labels.count)
 
-    def score(examples: Sequence[Example], room: int) -> Scores:
+    def score(examples: Sequence[Query], room: int) -> Scores:
         answers = [answer(example) for example in examples]
         options = [[tokenizer.decode(ids).strip() for ids in example.options] for example in examples]
         nats = np.array([[float(option != one) for option in row] for one, row in zip(answers, options, strict=True)])
@@ -218,7 +211,7 @@ def test_readers_are_right_and_their_controls_are_at_chance(tokenizer: Tokenizer
     chance_error = (task.chance * (1 - task.chance) / samples) ** 0.5
     assert scores["control_choice_accuracy"] == pytest.approx(task.chance, abs=4 * chance_error)
     assert scores["gain_over_control"] > 0
-    assert isinstance(task, CountedTask)
+    assert isinstance(task, CountedQueries)
     assert task.facts(length_of(task)) == {task.counted: 9}
     assert ("found_share" in scores) == (name == PASSAGES)
     assert [row["condition"] for row in rows[::samples]] == list(task.conditions)
@@ -227,7 +220,7 @@ def test_readers_are_right_and_their_controls_are_at_chance(tokenizer: Tokenizer
 def test_standard_errors_of_means_and_of_paired_gains(tokenizer: Tokenizer):
     task = make(COPYING, tokenizer)
 
-    def uneven(examples: Sequence[Example], room: int) -> Scores:
+    def uneven(examples: Sequence[Query], room: int) -> Scores:
         nats = np.array([[float(example.prompt[-1] + 3 * (len(example.prompt) < 100))] for example in examples])
         return Scores(nats, np.ones_like(nats), [[]] * len(examples))
 
@@ -244,21 +237,21 @@ def test_standard_errors_of_means_and_of_paired_gains(tokenizer: Tokenizer):
 
 
 def test_default_cells_are_those_that_fit(tokenizer: Tokenizer):
-    assert cell_lengths(settings(), make(COPYING, tokenizer), Facts(200)) == [50, 100, 200]
+    assert make(COPYING, tokenizer).lengths(settings(), Facts(200)) == [50, 100, 200]
     size = len(text_of(tokenizer).documents(2)[0])
     half = Facts(2 * size)
-    assert cell_lengths(settings(), make(CONTEXT_GAIN, tokenizer), half)[-1] == size  # no document is longer
+    assert make(CONTEXT_GAIN, tokenizer).lengths(settings(), half)[-1] == size  # no document is longer
     with pytest.raises(DataError, match=r"the text has no two documents .* too few for context\.lengths .*haystack=FI"):
-        cell_lengths(settings(lengths=[2 * size]), make(CONTEXT_GAIN, tokenizer), half)
+        make(CONTEXT_GAIN, tokenizer).lengths(settings(lengths=[2 * size]), half)
     for name in COUNTED:
         task = make(name, tokenizer)
-        assert isinstance(task, CountedTask)
-        lengths = cell_lengths(settings(), task, Facts(1500))
+        assert isinstance(task, CountedQueries)
+        lengths = task.lengths(settings(), Facts(1500))
         counts = [task.facts(length)[task.counted] for length in lengths]
         assert counts == list(task.counts)[: len(counts)]
         assert lengths[-1] <= 1500
         with pytest.raises(ConfigError, match=rf"context\.\w+: \d+ take .* tokens in {name}, more than the model's po"):
-            cell_lengths(settings(), task, Facts(20, 20))
+            task.lengths(settings(), Facts(20, 20))
 
 
 def test_a_file_is_one_document_in_two_halves():
@@ -276,7 +269,6 @@ def test_a_file_is_one_document_in_two_halves():
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"tasks": ["copying"]}, "'copying' is not a task (did you mean copying@text?); choose from copying@text, "),
         ({"shots": [4, 8]}, "context.shots: 4 is less than the 8 labels; raise it"),
         ({"passages": [1001]}, "context.passages: 1001 is more than 1000; lower it"),
     ],

@@ -1,25 +1,17 @@
-"""`tost eval context` on a run: files of cells, reuse, and the section of the report."""
+"""The family `context` on a run: files of cells, reuse, and the section of the report."""
 
 import csv
 import json
 import re
 from pathlib import Path
 
+from evaluations import CONTEXT, evaluate
+
 from tost_lm.checkpointing.format import write_checkpoint
-from tost_lm.config import validate
-from tost_lm.eval.commands.context import main
-from tost_lm.eval.sections import evaluation_sections
-from tost_lm.eval.suite_settings import ContextConfig
-from tost_lm.inference.protocol_names import (
-    CONTEXT_GAIN,
-    CONTEXT_TASKS,
-    COPYING,
-    MANY_SHOT_SEEN,
-    MANY_SHOT_UNSEEN,
-    PASSAGES,
-)
 from tost_lm.markdown import escape
 from tost_lm.report import write_report
+
+COPYING, CONTEXT_GAIN, MANY_SHOT_SEEN, MANY_SHOT_UNSEEN, PASSAGES = CONTEXT
 
 
 def test_the_command_writes_cells_and_the_report_shows_them(run_folder: Path, make_model, tokenizer, capsys):
@@ -36,10 +28,10 @@ def test_the_command_writes_cells_and_the_report_shows_them(run_folder: Path, ma
         "passages": [1],
         "samples_folder": run_folder / "samples",
     }
-    config = validate(ContextConfig, {"context": {**tree, "haystack": run_folder / "book.txt"}}, "test")
-    main(run_folder, config)
+    tree["haystack"] = run_folder / "book.txt"
+    evaluate(run_folder, "context", context=tree)
     printed = capsys.readouterr().out
-    for name in CONTEXT_TASKS:
+    for name in CONTEXT:
         results = json.loads((run_folder / "eval" / name / "results.json").read_text())
         files = sorted((run_folder / "eval" / name / "cells").iterdir())
         assert len(results["cells"]) == len(files) == (2 if "many_shot" in name else 1)
@@ -51,12 +43,12 @@ def test_the_command_writes_cells_and_the_report_shows_them(run_folder: Path, ma
         assert cell["gain_over_control_standard_error"] >= 0
         assert f"{name}: length " in printed
     (run_folder / "eval" / PASSAGES / "results.json").unlink()
-    main(run_folder, config)
+    evaluate(run_folder, "context", context=tree)
     printed = capsys.readouterr().out
     assert f"{PASSAGES}: reusing 1 of 1 cells" in printed
-    assert printed.count("reusing ") == len(CONTEXT_TASKS)
+    assert printed.count("reusing ") == len(CONTEXT)
 
-    write_report(run_folder, evaluation_sections)
+    write_report(run_folder)
     text = (run_folder / "report.md").read_text()
     assert f"### {escape(MANY_SHOT_SEEN)} (chance 12%)" in text
     assert re.search(

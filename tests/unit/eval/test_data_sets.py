@@ -5,19 +5,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from shared_data import SHARED, needs_shared
 
-from tost_lm.config import validate
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.eval import data_sets
-from tost_lm.eval.data_sets import HUB_SETS, PUBLISHED_SHA256, find_set_file
-from tost_lm.eval.protocols import missing_word, perplexity
-from tost_lm.eval.settings import DataSetsConfig
 from tost_lm.files import sha256_bytes
+from tost_lm.tasks import missing_word, perplexity
+from tost_lm.tasks.data_sets import DATA_SETS, SetFile
+from tost_lm.tasks.registry import FAMILIES  # noqa: F401, declares the test sets
 
 EVAL = SHARED / "eval"
 
@@ -46,44 +45,45 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name, rows in ROWS.items():
         folder = tmp_path / "hub" / name
         folder.mkdir(parents=True)
-        split = HUB_SETS[name].split
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        local = HUB_SETS[name]._replace(name=str(folder), subset=None, revision=None)
-        monkeypatch.setitem(data_sets.HUB_SETS, name, local)
+        hub = DATA_SETS[name].hub
+        assert hub
+        (folder / f"{hub.split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        local = hub._replace(name=str(folder), subset=None, revision=None)
+        monkeypatch.setitem(DATA_SETS, name, replace(DATA_SETS[name], hub=local))
 
 
-def given(**files: Path) -> DataSetsConfig:
-    return validate(DataSetsConfig, {name: str(path) for name, path in files.items()}, "test")
+def find_file(name: str, file: Path | None = None) -> SetFile:
+    return DATA_SETS[name].find_file({name: file} if file else {})
 
 
 @pytest.mark.usefixtures("hub")
 def test_rows_of_the_hub_become_files_in_the_published_format(capsys: pytest.CaptureFixture[str]):
-    wiki = find_set_file("wikitext2", given()).path
+    wiki = find_file("wikitext2").path
     assert wiki.read_text() == " \n = Title = \n \n A text . \n"
     assert perplexity.wikitext_rows(wiki) == [row["text"] for row in ROWS["wikitext2"]]
-    passages = find_set_file("lambada_openai", given()).path
+    passages = find_file("lambada_openai").path
     assert missing_word.passages(passages) == [row["text"] for row in ROWS["lambada_openai"]]
-    treebank = find_set_file("ptb", given()).path
+    treebank = find_file("ptb").path
     assert perplexity.ptb_lines(treebank) == [f" {row['sentence']} " for row in ROWS["ptb"]]
-    first, second = missing_word.questions(find_set_file("cbt_cn", given()).path)
+    first, second = missing_word.clozes(find_file("cbt_cn").path)
     assert first == second
     assert first.before.startswith("Sentence 1 , it said . Sentence 2")
     assert (first.after, first.answer, first.candidates) == ("said no .", "dog", ("dog", *"abcdefghi"))
     assert capsys.readouterr().out.count("downloading ") == 4
     for name, is_published in (("arc_easy", False), ("piqa", None)):  # known by the number of lines
-        downloaded = find_set_file(name, given())
+        downloaded = find_file(name)
         assert [json.loads(line) for line in downloaded.path.read_text().split("\n")[:-1]] == ROWS[name]
         assert downloaded.is_published is is_published
 
 
 @pytest.mark.usefixtures("hub")
 def test_a_downloaded_file_is_reused(capsys: pytest.CaptureFixture[str]):
-    downloaded = find_set_file("ptb", given())
+    downloaded = find_file("ptb")
     assert downloaded.is_published is None
     capsys.readouterr()
-    assert find_set_file("ptb", given()) == downloaded
+    assert find_file("ptb") == downloaded
     assert capsys.readouterr().out == ""
-    assert find_set_file("wikitext2", given()).is_published is False
+    assert find_file("wikitext2").is_published is False
 
 
 @pytest.mark.usefixtures("hub")
@@ -91,22 +91,20 @@ def test_a_missing_set_is_one_line_that_asks_for_a_file(monkeypatch: pytest.Monk
     with pytest.raises(
         ConfigError, match=r"^sets\.enwik8: not set, and .* give sets\.enwik8=FILE \(enwik8, the whole file\)"
     ):
-        find_set_file("enwik8", given())
-    monkeypatch.setitem(data_sets.HUB_SETS, "ptb", HUB_SETS["ptb"]._replace(name="/nowhere/at/all"))
+        find_file("enwik8")
+    hub = DATA_SETS["ptb"].hub
+    assert hub
+    monkeypatch.setitem(DATA_SETS, "ptb", replace(DATA_SETS["ptb"], hub=hub._replace(name="/nowhere/at/all")))
     with pytest.raises(
         ConfigError,
         match=r"^sets\.ptb: not set, and hub:/nowhere/at/all cannot .*; give sets\.ptb=FILE",
     ):
-        find_set_file("ptb", given())
+        find_file("ptb")
     assert not Path("data").exists()
 
 
 def test_without_a_network_nothing_is_retried(tmp_path: Path):
-    script = (
-        "from tost_lm.eval.data_sets import find_set_file\n"
-        "from tost_lm.eval.settings import DataSetsConfig\n"
-        "find_set_file('ptb', DataSetsConfig())\n"
-    )
+    script = "from tost_lm.tasks.perplexity import PTB\nPTB.find_file({})\n"
     unreachable = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, **unreachable}, capture_output=True, text=True
@@ -121,36 +119,36 @@ def test_without_a_network_nothing_is_retried(tmp_path: Path):
 def test_a_file_may_be_compressed(tmp_path: Path):
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text"))
-    plain, packed = (find_set_file("ptb", given(ptb=tmp_path / name)) for name in ("a.txt", "a.txt.gz"))
+    plain, packed = (find_file("ptb", tmp_path / name) for name in ("a.txt", "a.txt.gz"))
     assert plain.sha256 == packed.sha256
     assert plain.is_published is packed.is_published is None
-    assert find_set_file("wikitext2", given(wikitext2=tmp_path / "a.txt")).is_published is False
-    assert find_set_file("enwik8", given(enwik8=tmp_path / "a.txt")).is_published is False  # its size is known
+    assert find_file("wikitext2", tmp_path / "a.txt").is_published is False
+    assert find_file("enwik8", tmp_path / "a.txt").is_published is False  # its size is known
     (tmp_path / "a.txt.gz").write_bytes((tmp_path / "a.txt.gz").read_bytes()[:12] + b"\xff" * 9)
     with pytest.raises(DataError, match=r"a\.txt\.gz: cannot be read: .*; download it again"):
-        find_set_file("ptb", given(ptb=tmp_path / "a.txt.gz"))
+        find_file("ptb", tmp_path / "a.txt.gz")
     with pytest.raises(DataError, match=r"sets\.ptb .*nowhere: no such file; give Mikolov's ptb\.test\.txt"):
-        find_set_file("ptb", given(ptb=tmp_path / "nowhere"))
+        find_file("ptb", tmp_path / "nowhere")
 
 
 @needs_shared
 def test_rows_of_the_hub_give_the_published_bytes():
     rows = [{"text": row} for row in perplexity.wikitext_rows(EVAL / "wiki.test.raw.gz")]
-    texts = {"wikitext2": "".join(HUB_SETS["wikitext2"].to_text(rows))}
+    texts = {"wikitext2": "".join(perplexity.WIKITEXT2.hub.to_text(rows))}
     rows = [{"text": text} for text in missing_word.passages(EVAL / "lambada_test.jsonl.gz")]
-    texts["lambada_openai"] = "".join(HUB_SETS["lambada_openai"].to_text(rows))
+    texts["lambada_openai"] = "".join(missing_word.LAMBADA_OPENAI.hub.to_text(rows))
     for name, text in texts.items():
-        assert sha256_bytes(text.encode()) == PUBLISHED_SHA256[name]
+        assert sha256_bytes(text.encode()) == DATA_SETS[name].sha256
 
 
 @needs_shared
 def test_published_files_are_recognized():
     wiki, lambada_test = EVAL / "wiki.test.raw.gz", EVAL / "lambada_test.jsonl.gz"
     for name, file in {"wikitext2": wiki, "wikitext103": wiki, "lambada_openai": lambada_test}.items():
-        assert find_set_file(name, given(**{name: file})).is_published
+        assert find_file(name, file).is_published
     with pytest.raises(DataError, match=r"jsonl\.gz: the published file of lambada_openai; give wiki\.test"):
-        find_set_file("wikitext2", given(wikitext2=lambada_test))
+        find_file("wikitext2", lambada_test)
     with pytest.raises(DataError, match=r"the published file of lambada_openai; give LAMBADA's original, lower-case"):
-        find_set_file("lambada_standard", given(lambada_standard=lambada_test))
+        find_file("lambada_standard", lambada_test)
     with pytest.raises(DataError, match=r"the published file of wikitext2; give enwik8, the whole file$"):
-        find_set_file("enwik8", given(enwik8=wiki))
+        find_file("enwik8", wiki)

@@ -8,14 +8,14 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import torch
+from evaluations import scored
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.eval.protocols import find_protocol
-from tost_lm.eval.zero_shot import score_rows
 from tost_lm.inference.hugging_face import HuggingFaceLM
 from tost_lm.inference.ranks import Ranks
+from tost_lm.tasks.scored import rows_of
 
 pytestmark = pytest.mark.quick
 
@@ -84,14 +84,14 @@ def gpt2() -> HuggingFaceLM:
     return HuggingFaceLM(fixed(GPT2LMHeadModel(settings)))
 
 
-@pytest.mark.parametrize("protocol", list(GOLDEN))
+@pytest.mark.parametrize("task", list(GOLDEN))
 @pytest.mark.parametrize("name", ["tost", "gpt2"])
-def test_results_are_unchanged(name: str, protocol: str, make_model, tmp_path: Path):
+def test_results_are_unchanged(name: str, task: str, make_model, tmp_path: Path):
     model = gpt2() if name == "gpt2" else fixed(make_model("TA", vocab_size=257, max_positions=24, width=8))
-    measured = find_protocol(protocol)
+    measured = scored(task)
     path = tmp_path / "file"
-    path.write_text(FILES[measured.data_set])
+    path.write_text(FILES[measured.data_set.name])
     examples = measured.examples(path, Bytes(b""), model.config.context_length)
-    rows = score_rows(Ranks(), model, measured, examples, 100)
+    rows = rows_of(Ranks(), model, Bytes(b""), measured, examples, 100)
     nats = float(np.sum([np.sum(row["nats"]) for row in rows]))
-    assert nats == pytest.approx(GOLDEN[protocol][name], rel=1e-9)
+    assert nats == pytest.approx(GOLDEN[task][name], rel=1e-9)

@@ -1,4 +1,4 @@
-"""`tost eval positions`: the loss by position equals that of whole sequences, and the trained length is marked."""
+"""Task `positions`: the loss by position equals that of whole sequences, and the trained length is marked."""
 
 import json
 from itertools import pairwise
@@ -8,18 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from evaluations import evaluate
 
 from tost_lm.checkpointing.format import write_checkpoint
-from tost_lm.config import validate
 from tost_lm.data.shards import Shards
 from tost_lm.errors import DataError
-from tost_lm.eval.commands.positions import main
-from tost_lm.eval.positions import Lengths, by_position, mean_nats
-from tost_lm.eval.settings import PositionsConfig
 from tost_lm.model.streaming import TILE_TOKENS
-from tost_lm.report.page import Page
-from tost_lm.report.protocols import extrapolation_chart, length_extrapolation
+from tost_lm.page import Page
 from tost_lm.report.record import RunRecord
+from tost_lm.tasks.positions import Lengths, by_position, extrapolation_chart, mean_nats, section
 from tost_lm.testing import FLOAT32_REORDERED
 
 pytestmark = pytest.mark.quick
@@ -27,8 +24,8 @@ pytestmark = pytest.mark.quick
 UNLIMITED = {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}}
 
 
-def settings(**positions: Any) -> PositionsConfig:
-    return validate(PositionsConfig, {"positions": {"times": 4, "sequences": 3, **positions}}, "test")
+def measure(run: Path, **settings: Any) -> None:
+    evaluate(run, "positions", positions={"times": 4, "sequences": 3, **settings})
 
 
 def results_of(run: Path) -> dict[str, Any]:
@@ -55,7 +52,7 @@ def test_each_bucket_is_the_mean_of_a_pass_over_the_whole(make_model):
 
 def test_a_run_is_read_beyond_its_positions(run_folder: Path, make_model, tokenizer, shards: Shards, capsys):
     model = add_unlimited(run_folder, make_model, tokenizer)
-    main(run_folder, settings())
+    measure(run_folder)
     output = capsys.readouterr().out
     results = results_of(run_folder)
     assert [row["end"] for row in results["by_position"]] == [8, 16, 32, 64]
@@ -76,13 +73,13 @@ def test_a_run_is_read_beyond_its_positions(run_folder: Path, make_model, tokeni
     assert lines[mark - 1].split()[0] == "16"
     assert lines[mark + 1].split()[0] == "32"
     assert "cannot read beyond" not in output
-    main(run_folder, settings())
+    measure(run_folder)
     assert "reusing" in capsys.readouterr().out
 
 
 def test_the_trained_length_ends_a_bucket(run_folder: Path, make_model, tokenizer):
     add_unlimited(run_folder, make_model, tokenizer, context_length=20)
-    main(run_folder, settings(sequences=1))
+    measure(run_folder, sequences=1)
     rows = results_of(run_folder)["by_position"]
     assert [(row["end"], row["trained"]) for row in rows] == [
         (8, True), (16, True), (20, True), (32, False), (64, False), (80, False),
@@ -91,7 +88,7 @@ def test_the_trained_length_ends_a_bucket(run_folder: Path, make_model, tokenize
 
 
 def test_a_model_with_learned_positions_is_measured_up_to_them(run_folder: Path, capsys):
-    main(run_folder, settings())
+    measure(run_folder)
     assert "the model has 16 learned positions and cannot read beyond them" in capsys.readouterr().out
     results = results_of(run_folder)
     assert [(row["end"], row["trained"]) for row in results["by_position"]] == [(8, True), (16, True)]
@@ -103,19 +100,18 @@ def test_sequences_are_16_times_as_long_or_shorter_until_the_text_has_one(
 ):
     tokens = sum(map(len, shards.token_arrays("valid")))
     add_unlimited(run_folder, make_model, tokenizer)
-    main(run_folder, settings(times=None))
+    measure(run_folder, times=None)
     assert results_of(run_folder)["by_position"][-1]["end"] == 16 * 16
     length = tokens // 5
     add_unlimited(run_folder, make_model, tokenizer, context_length=length)
-    main(run_folder, settings(times=None))
+    measure(run_folder, times=None)
     assert results_of(run_folder)["by_position"][-1]["end"] == 4 * length
 
 
 def test_the_trained_length_of_an_export_is_its_positions(tmp_path: Path, make_model, tokenizer, shards: Shards):
     model = make_model(vocab_size=tokenizer.vocab_size, max_positions=12, **UNLIMITED)
     write_checkpoint(tmp_path / "export", model.config, model.state_dict(), tokenizer)
-    tree = {"positions": {"times": 2}, "heldout": {"shards": str(shards.folder)}}
-    main(tmp_path / "export", validate(PositionsConfig, tree, "test"))
+    evaluate(tmp_path / "export", "positions", positions={"times": 2}, heldout={"shards": str(shards.folder)})
     rows = results_of(tmp_path / "export")["by_position"]
     assert [(row["end"], row["trained"]) for row in rows] == [(8, True), (12, True), (16, False), (24, False)]
 
@@ -124,13 +120,13 @@ def test_too_little_text_is_reported_or_rejected(run_folder: Path, make_model, t
     add_unlimited(run_folder, make_model, tokenizer)
     tokens = sum(map(len, shards.token_arrays("valid")))
     available = (tokens - 1) // 64
-    main(run_folder, settings(sequences=available + 1))
+    measure(run_folder, sequences=available + 1)
     output = capsys.readouterr().out
-    assert f"the held-out text has {available} sequences, fewer than positions.sequences {available + 1}\n" in output
+    assert f"the text has {available} sequences, fewer than positions.sequences {available + 1}\n" in output
     assert results_of(run_folder)["sequences"] == available
     with pytest.raises(DataError, match=rf"has {tokens:,} tokens, less than a sequence of .*; lower positions\.times"):
-        main(run_folder, settings(times=tokens // 16 + 1))
-    main(run_folder, settings(times=(tokens - 1) // 16))
+        measure(run_folder, times=tokens // 16 + 1)
+    measure(run_folder, times=(tokens - 1) // 16)
     assert results_of(run_folder)["sequences"] == 1
 
 
@@ -142,14 +138,14 @@ def test_ends_of_buckets():
 
 def test_the_report_marks_positions_beyond_the_trained_length(run_folder: Path, make_model, tokenizer):
     page = Page("", figures="f")
-    assert "`tost eval positions " in length_extrapolation(RunRecord.read(run_folder), page)
+    assert "`tost eval " in section(RunRecord.read(run_folder), page)
     add_unlimited(run_folder, make_model, tokenizer)
-    main(run_folder, settings())
-    section = length_extrapolation(RunRecord.read(run_folder), page)
+    measure(run_folder)
+    text = section(RunRecord.read(run_folder), page)
     first, *_, last = results_of(run_folder)["by_position"]
-    assert f"| 8 | {first['nats_per_token']:.4f} | {first['standard_error']:.4f} | within |" in section
-    assert f"| 64 | {last['nats_per_token']:.4f} | {last['standard_error']:.4f} | beyond |" in section
-    assert "learned positions" not in section
+    assert f"| 8 | {first['nats_per_token']:.4f} | {first['standard_error']:.4f} | within |" in text
+    assert f"| 64 | {last['nats_per_token']:.4f} | {last['standard_error']:.4f} | beyond |" in text
+    assert "learned positions" not in text
     assert list(page.charts) == ["f/length_extrapolation"]
 
 

@@ -8,16 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from evaluations import evaluate, scored
 
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
-from tost_lm.errors import CheckpointError, DataError
-from tost_lm.eval.data_sets import find_set_file
-from tost_lm.eval.protocols import Example, find_protocol
-from tost_lm.eval.settings import DataSetsConfig
-from tost_lm.eval.zero_shot import score_protocol
-from tost_lm.inference.likelihood import Likelihoods
-from tost_lm.inference.ranks import Ranks
-from tost_lm.inference.subject import Subject
+from tost_lm.errors import DataError, TostError
+from tost_lm.inference.requests import Likelihoods
+from tost_lm.tasks.scored import Example
 
 HELLASWAG = {
     "ind": 1, "activity_label": "Baking", "ctx_a": "[header] How to bake [title] It is hot.", "ctx_b": "THE cake",
@@ -58,14 +55,14 @@ def texts(example: Example, tokenizer: Tokenizer) -> list[tuple[str, str]]:
     ],
 )
 def test_prompts(tokenizer, tmp_path: Path, data_set: str, row: Any, context: str, targets: list[str], answer: int):
-    [example] = find_protocol(f"{data_set}@lm-eval").examples(write(tmp_path / "file", row), tokenizer, 100)
+    [example] = scored(f"{data_set}@lm-eval").examples(write(tmp_path / "file", row), tokenizer, 100)
     assert texts(example, tokenizer) == [(context, target) for target in targets]
     assert example.facts["answer"] == answer
 
 
 def test_a_long_question_loses_its_beginning(tokenizer, tmp_path: Path):
     path = write(tmp_path / "file", PIQA | {"goal": "To bake it, " * 20})
-    [example] = find_protocol("piqa@lm-eval").examples(path, tokenizer, 16)
+    [example] = scored("piqa@lm-eval").examples(path, tokenizer, 16)
     assert [request.inputs for request in example.requests] == [16, 16]
     for context, target in texts(example, tokenizer):
         assert context.endswith("\nAnswer:")
@@ -74,7 +71,7 @@ def test_a_long_question_loses_its_beginning(tokenizer, tmp_path: Path):
 
 def test_accuracies_chance_and_standard_errors(tokenizer, tmp_path: Path):
     four = ARC | {"choices": {"text": ["aaaaaa", "bb", "cc", "dd"], "label": ["A", "B", "C", "D"]}, "answerKey": "A"}
-    protocol = find_protocol("arc_challenge@lm-eval")
+    protocol = scored("arc_challenge@lm-eval")
     examples = protocol.examples(write(tmp_path / "file", four, four, ARC), tokenizer, 100)
     nats = [[6.0, 5.0, 7.0, 8.0], [6.0, 7.0, 7.0, 7.0], [6.0, 6.0, 1.0]]
     rows = [
@@ -117,7 +114,7 @@ ROWS = {"hellaswag": HELLASWAG, "arc_easy": ARC, "arc_challenge": ARC, "piqa": P
 )
 def test_malformed_questions_are_rejected(tokenizer, tmp_path: Path, data_set: str, row: Any, problem: str):
     with pytest.raises(DataError) as error:
-        find_protocol(f"{data_set}@lm-eval").examples(write(tmp_path / "file", ROWS[data_set], row), tokenizer, 100)
+        scored(f"{data_set}@lm-eval").examples(write(tmp_path / "file", ROWS[data_set], row), tokenizer, 100)
     assert f"file, line 2: {problem}" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -131,23 +128,22 @@ def test_a_choice_without_a_token_is_rejected(tokenizer, tmp_path: Path):
 
     path = write(tmp_path / "file", {**PIQA, "sol2": ""})
     with pytest.raises(DataError, match="file, line 1: a choice without a token; remove the line"):
-        find_protocol("piqa@lm-eval").examples(path, Stripping(tokenizer.model_bytes), 100)
+        scored("piqa@lm-eval").examples(path, Stripping(tokenizer.model_bytes), 100)
 
 
 @pytest.mark.parametrize(("text", "likely"), [("goal,sol1\na,b\n", "text in lower case"), ("", "an empty file")])
 def test_a_file_of_another_format_is_rejected(tokenizer, tmp_path: Path, text: str, likely: str):
     (tmp_path / "file").write_text(text)
     with pytest.raises(DataError, match=f"line 1: wrong format, the file looks like {likely}; give PIQA's validation"):
-        find_protocol("piqa@lm-eval").examples(tmp_path / "file", tokenizer, 100)
+        scored("piqa@lm-eval").examples(tmp_path / "file", tokenizer, 100)
 
 
 def test_a_damaged_model_has_no_accuracy(run_folder: Path, make_model, tokenizer, tmp_path: Path):
-    model, subject = make_model(vocab_size=tokenizer.vocab_size, max_positions=64), Subject.find(run_folder)
-    file = find_set_file("piqa", DataSetsConfig(piqa=write(tmp_path / "piqa", PIQA)))
+    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=64)
     with torch.no_grad():
         model.norm.weight[0] = torch.nan
-    with pytest.raises(
-        CheckpointError, match=r"step_00000100: its scores are not finite .*; use an earlier checkpoint"
-    ):
-        score_protocol(Ranks(), subject, lambda: model, find_protocol("piqa@lm-eval"), file)
-    assert not subject.results_path("piqa@lm-eval").exists()
+    write_checkpoint(run_folder / "checkpoints/step_00000100", model.config, model.state_dict(), tokenizer)
+    file = write(tmp_path / "piqa", PIQA)
+    with pytest.raises(TostError, match=r"step_00000100: its scores are not finite .*; use an earlier checkpoint"):
+        evaluate(run_folder, "piqa@lm-eval", sets={"piqa": file})
+    assert not (run_folder / "eval/piqa@lm-eval/results.json").exists()

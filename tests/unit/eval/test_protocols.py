@@ -3,20 +3,22 @@
 import gzip
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from evaluations import scored
 from shared_data import GPT2_BPE, SHARED, needs_shared
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.eval import data_sets
-from tost_lm.eval.protocols import Example, Row, find_protocol, missing_word, perplexity
-from tost_lm.eval.protocols.interface import GPT2_SAMPLE, is_gpt2_tokenizer
-from tost_lm.eval.protocols.perplexity import detokenized_wikitext, pages, wikitext_rows
-from tost_lm.inference.likelihood import Likelihoods
+from tost_lm.inference.requests import Likelihoods
+from tost_lm.tasks import missing_word, perplexity
+from tost_lm.tasks.perplexity import LastBytes, detokenized_wikitext, pages, wikitext_rows
+from tost_lm.tasks.scored import GPT2_SAMPLE, Example, is_gpt2_tokenizer
+from tost_lm.tasks.task import Row
 
 pytestmark = pytest.mark.quick
 
@@ -49,7 +51,7 @@ TOKENIZER = Words(b"")
 
 
 def examples_of(name: str, path: Path, window: int = WINDOW) -> list[Example]:
-    return list(find_protocol(name).examples(path, TOKENIZER, window))
+    return list(scored(name).examples(path, TOKENIZER, window))
 
 
 def rows_of(name: str, examples: list[Example], nats: list[list[float]], greedy: bool = False) -> list[Row]:
@@ -57,7 +59,7 @@ def rows_of(name: str, examples: list[Example], nats: list[list[float]], greedy:
     for example, values in zip(examples, nats, strict=True):
         tokens = np.array([len(request.target) for request in example.requests])
         scores = Likelihoods(np.array(values), tokens, np.full(len(tokens), greedy))
-        rows.append(find_protocol(name).row(example, scores))
+        rows.append(scored(name).row(example, scores))
     return rows
 
 
@@ -95,7 +97,7 @@ def test_wikitext_rows_are_those_of_hugging_face(wiki: Path):
     assert all(len(example.requests[0].target) == WINDOW - 1 for example in windows)
     tokens = sum(len(example.requests[0].target) for example in [*windows, last])
     rows = rows_of("wikitext2@hf-stride16", [*windows, last], [[2.0]] * (len(windows) + 1))
-    totals = find_protocol("wikitext2@hf-stride16").totals(rows)
+    totals = scored("wikitext2@hf-stride16").totals(rows)
     assert (totals["tokens"], totals["bytes"], totals["words"]) == (tokens, len(text), len(text.split()))
     assert totals["token_perplexity"] == pytest.approx(math.exp(2.0 * len(rows) / tokens))
 
@@ -135,7 +137,7 @@ def test_wikitext_detokenization(page: str, text: str):
 def test_standard_errors_of_perplexities(wiki: Path):
     examples = examples_of("wikitext2@lm-eval", wiki)
     nats = [[1.0 + number + len(request.target) for request in e.requests] for number, e in enumerate(examples)]
-    totals = find_protocol("wikitext2@lm-eval").totals(rows_of("wikitext2@lm-eval", examples, nats))
+    totals = scored("wikitext2@lm-eval").totals(rows_of("wikitext2@lm-eval", examples, nats))
     error = totals["nats_per_token_standard_error"]
     assert error > 0
     for measure, count in (("token", "tokens"), ("word", "words"), ("byte", "bytes")):
@@ -160,7 +162,7 @@ def test_random_windows_of_the_released_code(wiki: Path, name: str):
         [(first, rest)] = read(example)
         assert first + rest in text
         assert len(example.requests[0].target) == WINDOW
-    totals = find_protocol(name).totals(rows_of(name, examples, [[2.0 * WINDOW]] * 16_000))
+    totals = scored(name).totals(rows_of(name, examples, [[2.0 * WINDOW]] * 16_000))
     assert (totals["nats_per_token"], totals["tokens"]) == (2.0, 16_000 * WINDOW)
     assert "word_perplexity" not in totals
     with pytest.raises(DataError, match="tokens are too few for windows of 1,024; give the whole file"):
@@ -187,7 +189,7 @@ class Gpt2Ids(Words):
 def test_each_token_of_nanogpts_file_is_scored_once(tmp_path: Path):
     ids = np.array([*range(1, 40), 50256], dtype="<u2")
     (tmp_path / "val.bin").write_bytes(ids.tobytes())
-    measured = find_protocol("owt@nanogpt")
+    measured = scored("owt@nanogpt")
     examples = measured.examples(tmp_path / "val.bin", Gpt2Ids(b""), WINDOW)
     assert np.concatenate([example.requests[0].target for example in examples]).tolist() == [*range(2, 40), 50256]
     assert [example.requests[0].context.tolist() for example in examples] == [[1], [17], [33]]
@@ -214,7 +216,7 @@ def test_lambada_scores_the_last_word(tmp_path: Path):
     [(context, target), _] = [read(example)[0] for example in examples_of("lambada_openai@last-token", path)]
     assert (context, target) == ("He saw i", "t")
     rows = rows_of("lambada_openai@lm-eval", [short, long], [[1.0], [3.0]], greedy=True)
-    totals = find_protocol("lambada_openai@lm-eval").totals(rows)
+    totals = scored("lambada_openai@lm-eval").totals(rows)
     assert (totals["accuracy"], totals["word_perplexity"]) == (1.0, pytest.approx(math.exp(2.0)))
     assert rows[0] == {"word": "it", "tokens": 2, "nats": 1.0, "right": True}
 
@@ -259,7 +261,7 @@ def test_cbt_chooses_the_likeliest_candidate_with_the_rest_of_its_sentence(tmp_p
     nats = [[3.0, 1.0, *[2.0] * 8]] * 2
     rows = rows_of("cbt_cn@gpt2", [first, second], nats)
     assert [row["right"] for row in rows] == [False, True]
-    assert find_protocol("cbt_cn@gpt2").totals(rows)["accuracy"] == 0.5
+    assert scored("cbt_cn@gpt2").totals(rows)["accuracy"] == 0.5
     short = examples_of("cbt_cn@gpt2", path, window=30)[0]
     assert all(request.inputs == 30 for request in short.requests)
 
@@ -278,7 +280,7 @@ def test_cbt_chooses_the_likeliest_candidate_with_the_rest_of_its_sentence(tmp_p
 )
 def test_malformed_cbt_lines_are_rejected(tmp_path: Path, lines: list[str], problem: str):
     with pytest.raises(DataError, match=problem):
-        missing_word.questions(write_stories(tmp_path, lines))
+        missing_word.clozes(write_stories(tmp_path, lines))
 
 
 def test_ptb_is_measured_by_the_words_of_the_file(tmp_path: Path):
@@ -311,12 +313,12 @@ def test_enwik8_is_measured_on_its_last_bytes(tmp_path: Path, monkeypatch: pytes
     assert [target for example in examples for _, target in read(example)] == ["y" * 16, "y" * 3]
     assert examples[0].facts["bytes"] == 19
     rows = rows_of("enwik8@bpb", examples, [[16 * math.log(2)], [3 * math.log(2)]])
-    assert find_protocol("enwik8@bpb").totals(rows)["bits_per_byte"] == pytest.approx(1.0)
-    monkeypatch.setitem(data_sets.PUBLISHED_BYTES, "enwik8", 40)
+    assert scored("enwik8@bpb").totals(rows)["bits_per_byte"] == pytest.approx(1.0)
+    task = LastBytes(replace(perplexity.ENWIK8, bytes=40), "bpb")
     for size in (20, 41):  # all of it test bytes, or more than the published file
         (tmp_path / "enwik8").write_bytes(b"<mediawiki".ljust(size))
         with pytest.raises(DataError, match=rf"{size} bytes; give the whole file enwik8 \(40 bytes\)"):
-            examples_of("enwik8@bpb", tmp_path / "enwik8")
+            task.examples(tmp_path / "enwik8", TOKENIZER, WINDOW)
 
 
 def test_text8_is_measured_in_bits_per_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -326,7 +328,7 @@ def test_text8_is_measured_in_bits_per_character(tmp_path: Path, monkeypatch: py
     targets = [target for example in examples for _, target in read(example)]
     assert "".join(targets) == " of abuse first used"
     rows = rows_of("text8@bpc", examples, [[len(target) * math.log(2)] for target in targets])
-    assert find_protocol("text8@bpc").totals(rows)["bits_per_byte"] == pytest.approx(1.0)
+    assert scored("text8@bpc").totals(rows)["bits_per_byte"] == pytest.approx(1.0)
     (tmp_path / "text8").write_text(" anarchism originated as a term of Abuse first used")
     with pytest.raises(DataError, match=r"text8: 'A' at byte 35, but text8 has only letters a to z and spaces; give"):
         examples_of("text8@bpc", tmp_path / "text8")
@@ -366,13 +368,11 @@ def test_damaged_text_is_rejected(tmp_path: Path):
         wikitext_rows(tmp_path / "cut.gz")
 
 
-def test_unknown_protocols_are_rejected_with_a_list():
-    with pytest.raises(
-        ConfigError, match=r"'lambada' is not a protocol; choose from heldout@bpb, wikitext2@hf-strideN, "
-    ):
-        find_protocol("lambada")
-    with pytest.raises(ConfigError, match="'wikitext2@hf-stride0' is not a protocol"):
-        find_protocol("wikitext2@hf-stride0")
+def test_unknown_tasks_are_rejected_with_a_list():
+    with pytest.raises(ConfigError, match=r"'lambada' is not a task; choose from zero-shot, .*, wikitext2@hf-strideN,"):
+        scored("lambada")
+    with pytest.raises(ConfigError, match="'wikitext2@hf-stride0' is not a task"):
+        scored("wikitext2@hf-stride0")
 
 
 def test_a_stride_longer_than_the_window_is_rejected(wiki: Path):
@@ -388,6 +388,6 @@ def test_counts_of_the_real_files():
     assert is_gpt2_tokenizer(tokenizer)
     assert not is_gpt2_tokenizer(TOKENIZER)
     assert len(list(pages(wiki))) == 62
-    examples = find_protocol("lambada_openai@lm-eval").examples(passages, tokenizer, 1024)
+    examples = scored("lambada_openai@lm-eval").examples(passages, tokenizer, 1024)
     assert len(examples) == 5153
     assert sum(len(example.requests[0].target) == 1 for example in examples) == 4010

@@ -7,23 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from evaluations import scored
 from test_golden import CBT, Bytes
 
-from tost_lm.eval.protocols import Row, find_protocol
-from tost_lm.eval.zero_shot import generate_rows, score_rows
 from tost_lm.inference.ranks import Ranks
+from tost_lm.tasks.scored import rows_of
+from tost_lm.tasks.task import Row
 
 TOKENIZER, WINDOW = Bytes(b""), 700
 
 
 def measure(name: str, path: Path, model: Any, window: int = WINDOW) -> tuple[list[Row], Row]:
-    protocol = find_protocol(name)
-    examples = protocol.examples(path, TOKENIZER, window)
-    if protocol.new_tokens:
-        rows = generate_rows(Ranks(), model, TOKENIZER, protocol, examples, 100)
-    else:
-        rows = score_rows(Ranks(), model, protocol, examples, 100)
-    return rows, protocol.totals(rows)
+    task = scored(name)
+    rows = rows_of(Ranks(), model, TOKENIZER, task, task.examples(path, TOKENIZER, window), 100)
+    return rows, task.totals(rows)
 
 
 @pytest.fixture

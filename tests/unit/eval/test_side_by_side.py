@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evaluations import scored
 
 from tost_lm.errors import ConfigError
-from tost_lm.eval.protocols import find_protocol
-from tost_lm.eval.published import PUBLISHED, side_by_side
 from tost_lm.inference.subject import append_to_history, write_result_file
 from tost_lm.markdown import format_result
+from tost_lm.tasks.published import PUBLISHED, side_by_side
 
 STRIDED, PAGES = "wikitext2@hf-stride1024", "wikitext2@lm-eval"
 
@@ -21,7 +21,7 @@ def put(home: Path, protocol: str = STRIDED, **changed: Any) -> Path:
     identity["tokenizer_sha256"] = changed.pop("tokenizer", "t1")
     results = {
         "protocol": protocol, "identity": identity, "headline": measure, "window_tokens": 1024, "published_file": True,
-        "by_token": find_protocol(protocol).by_token, "tokenizer_is_gpt2s": True,
+        "by_token": scored(protocol).by_token, "tokenizer_is_gpt2s": True,
         "model": {measure: 31.5, f"{measure}_standard_error": 0.25, **changed.pop("figures", {})}, **changed,
     }  # fmt: skip
     write_result_file(home / "eval" / protocol / "results.json", results)
@@ -82,7 +82,7 @@ def test_models_are_compared_with_the_first_and_with_published_results(tmp_path:
 def test_metrics_by_token_need_the_same_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str):
     monkeypatch.chdir(tmp_path)
     other = {"tokenizer": "t2", "tokenizer_is_gpt2s": False}
-    headline = find_protocol(protocol).headline
+    headline = scored(protocol).headline
     homes = [
         put(Path("a"), protocol, headline=headline),
         put(Path("b"), protocol, headline=headline, **other),
@@ -122,7 +122,7 @@ def test_a_step_folder_and_a_hub_model_have_the_results_of_their_run(tmp_path: P
 
 def test_a_folder_without_results_is_rejected(tmp_path: Path):
     (tmp_path / "b").mkdir()
-    with pytest.raises(ConfigError, match=r"no results on test sets; run tost eval zero-shot"):
+    with pytest.raises(ConfigError, match=r"no results on test sets; run tost eval "):
         side_by_side([put(tmp_path / "a"), tmp_path / "b"])
     with pytest.raises(ConfigError, match="nowhere: no such folder; give runs, exports"):
         side_by_side([tmp_path / "nowhere"])
@@ -133,7 +133,7 @@ def test_a_folder_without_results_is_rejected(tmp_path: Path):
 
 def test_published_results_have_existing_protocols():
     for row in PUBLISHED:
-        assert find_protocol(row.protocol).name == row.protocol
+        assert scored(row.task).name == row.task
 
 
 def test_the_history_has_every_result_in_order(tmp_path: Path):
@@ -156,7 +156,7 @@ def test_the_history_has_every_result_in_order(tmp_path: Path):
     assert [row["model"]["accuracy"] for row in rows] == [0.25, 0.5, 0.75]
     assert all("rows" not in row and row["identity"] == identity and row["commit"] == "abc-dirty" for row in rows)
     header, _, first, second, third = (tmp_path / "eval/results.md").read_text().splitlines()
-    assert header.startswith("| protocol | measure | result | examples | test set file |")
+    assert header.startswith("| task | measure | result | examples | test set file |")
     name, cells = "lambada\\_openai@lm-eval", "25.00% ± 1.00% | 5,153 | published file | step\\_00000010 cccccccccccc"
     assert first.startswith(f"| {name} | accuracy | {cells} |")
     assert "| 50.00% ± 1.00% | 5,153 | not the published file |" in second

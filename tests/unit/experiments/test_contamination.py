@@ -11,9 +11,9 @@ from hf_tokenizers import byte_level, made
 
 from experiments.contamination import search
 from experiments.contamination.search import SetNgrams, SetTotals, measure_contamination
-from experiments.contamination.test_sets import READERS
 from tost_lm.data.shards import Shards
 from tost_lm.data_prep.build import build_shards
+from tost_lm.tasks.multiple_choice import ARC_EASY
 
 WORDS = ["the", "The", "lines", "of", "this,", "page.", "are", "short", "naïve", "42", "(they)", "say_little", "漢字"]
 
@@ -100,4 +100,5 @@ def test_sets_without_ngrams_find_nothing():
 def test_questions_are_searched_with_their_answers(tmp_path: Path):
     row = {"question": "Which is short?", "choices": {"text": ["a page", "no"], "label": ["A", "B"]}, "answerKey": "B"}
     (tmp_path / "file").write_text(json.dumps(row) + "\n")
-    assert READERS["arc_easy"](tmp_path / "file") == ["Question: Which is short?\nAnswer: no"]
+    assert ARC_EASY.texts
+    assert ARC_EASY.texts(tmp_path / "file") == ["Question: Which is short?\nAnswer: no"]

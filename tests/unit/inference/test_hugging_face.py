@@ -197,9 +197,9 @@ def test_code_in_a_folder_is_not_run_whatever_stdin_answers(saved: Path, tmp_pat
     (hostile / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     settings = {"model_type": "hostile", "auto_map": {"AutoConfig": "code.Hostile"}}
     (hostile / "config.json").write_text(json.dumps(settings))
-    texts, protocol = tmp_path / "lambada.jsonl", 'zero_shot.protocols=["lambada_openai@lm-eval"]'
+    texts = tmp_path / "lambada.jsonl"
     texts.write_text('{"text": "some words of a text"}\n')
-    command = ["eval", "zero-shot", hostile, protocol, f"sets.lambada_openai={texts}"]
+    command = ["eval", hostile, "lambada_openai@lm-eval", f"sets.lambada_openai={texts}"]
     ended = subprocess.run(
         [sys.executable, "-m", "tost_lm.cli.main", *command], input="y\n" * 9, capture_output=True, text=True
     )

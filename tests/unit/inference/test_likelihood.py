@@ -7,14 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tost_lm.errors import ConfigError
-from tost_lm.inference.likelihood import (
-    Request,
-    continue_greedily,
-    disjoint_windows,
-    left_truncated,
-    score_requests,
-    strided_windows,
-)
+from tost_lm.inference.likelihood import continue_greedily, score_requests
+from tost_lm.inference.requests import Request, disjoint_windows, left_truncated, strided_windows
 from tost_lm.testing import FLOAT32_REORDERED
 
 pytestmark = pytest.mark.quick

@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tost_lm.inference import likelihood
-from tost_lm.inference.likelihood import BASELINES, ByteNgrams, first_bytes
+from tost_lm.tasks import ngrams
+from tost_lm.tasks.ngrams import BASELINES, ByteNgrams, first_bytes
 
 TRAINING = [b"abracadabra", b"", b"a", b"ab", b"banana band", bytes(range(250, 256)) * 2, b"\0\0\0\0"]
 HELDOUT = [b"abba", b"n", b"", b"xyz banana", b"\xff\xfe\0\0\0", b"cadab"]
@@ -26,27 +26,27 @@ def plain_probability(training: list[bytes], context: bytes, byte: int) -> float
 
 @pytest.mark.parametrize("tile_bytes", [1, 3, 1000])
 def test_equals_plain_python(monkeypatch, tile_bytes):
-    monkeypatch.setattr(likelihood, "TILE_BYTES", tile_bytes)
-    ngrams = ByteNgrams(TRAINING)
-    assert ngrams.bytes == sum(map(len, TRAINING))
+    monkeypatch.setattr(ngrams, "TILE_BYTES", tile_bytes)
+    counts = ByteNgrams(TRAINING)
+    assert counts.bytes == sum(map(len, TRAINING))
     for document in HELDOUT:
         expected = [
             [plain_probability(TRAINING, document[max(0, i - n) : i], byte) for i, byte in enumerate(document)]
             for n in (0, 1, 2)
         ]
-        np.testing.assert_allclose(ngrams.probabilities(document), expected, rtol=1e-12)
+        np.testing.assert_allclose(counts.probabilities(document), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("context", [b"", b"a", b"br", b"zz", b"\0\0", b"an"])
 def test_probabilities_sum_to_one(context):
-    ngrams = ByteNgrams(TRAINING)
-    last = [ngrams.probabilities(context + bytes([byte]))[:, -1] for byte in range(256)]
+    counts = ByteNgrams(TRAINING)
+    last = [counts.probabilities(context + bytes([byte]))[:, -1] for byte in range(256)]
     np.testing.assert_allclose(np.sum(last, axis=0), 1, rtol=1e-12)
 
 
 def test_bits_of_each_document():
-    ngrams = ByteNgrams(TRAINING)
-    bits = ngrams.bits(HELDOUT)
+    counts = ByteNgrams(TRAINING)
+    bits = counts.bits(HELDOUT)
     assert bits.shape == (len(BASELINES), len(HELDOUT))
     expected = -sum(math.log2(plain_probability(TRAINING, b"", byte)) for byte in b"abba")
     assert bits[0, 0] == pytest.approx(expected)

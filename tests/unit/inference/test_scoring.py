@@ -15,11 +15,12 @@ from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.data_prep.build import build_shards
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.inference.likelihood import DocumentScores, bootstrap_error, score_documents
+from tost_lm.inference.requests import bootstrap_error
 from tost_lm.inference.subject import Subject
 from tost_lm.markdown import escape
 from tost_lm.report.record import RunRecord
 from tost_lm.report.run import overview
+from tost_lm.tasks.heldout import DocumentScores, score_documents
 from tost_lm.testing import FLOAT32_REORDERED
 
 EOT = 1

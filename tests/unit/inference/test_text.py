@@ -10,11 +10,13 @@ import torch
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.eval.settings import ScoreTextConfig
+from tost_lm.eval.commands.evaluate import layout
 from tost_lm.inference.ranks import Ranks
-from tost_lm.inference.settings import GenerateConfig
-from tost_lm.inference.text import BLOCK_BYTES, Report, SavedPosition, TextFile, score_text
+from tost_lm.inference.settings import GenerateConfig, RanksConfig
+from tost_lm.inference.text import OnProgress, SavedPosition, score_text
+from tost_lm.inference.text_file import BLOCK_BYTES, TextFile
 from tost_lm.model.streaming import TILE_TOKENS
+from tost_lm.tasks.registry import find_tasks
 from tost_lm.testing import FLOAT32_REORDERED
 
 TEXT = "Page 1. The lines of this page are short, née 漢字 🙂.\n\n  They say little! " * 30
@@ -34,7 +36,7 @@ def model(make_model, tokenizer: Tokenizer):
 
 @torch.inference_mode()
 def test_the_score_of_a_stream_is_that_of_the_whole_text(text: TextFile, model, tokenizer: Tokenizer, monkeypatch):
-    monkeypatch.setattr("tost_lm.inference.text.BLOCK_BYTES", 100)
+    monkeypatch.setattr("tost_lm.inference.text_file.BLOCK_BYTES", 100)
     ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(TEXT)]])
     nats = model(ids[:, :-1], labels=ids[:, 1:]).nats.double().sum().item()
     scores, state = score_text(model, tokenizer, text)
@@ -60,7 +62,7 @@ class Killed(BaseException):
     pass
 
 
-def kill_after(tokens: int) -> Report:
+def kill_after(tokens: int) -> OnProgress:
     def report(done: int, *_: object) -> None:
         if done >= tokens:
             raise Killed
@@ -168,18 +170,17 @@ def test_the_end_of_a_text(text: TextFile, characters: int):
 
 
 def test_ranks_beside_tensor_ranks_are_sequence_ranks_unless_they_are_set():
-    def layout(ranks: int, **parallel: int) -> tuple[int, int]:
-        config = validate(ScoreTextConfig, {"text": {"file": "a"}, "parallel": parallel}, "test")
-        return config.layout(ranks).tensor, config.layout(ranks).sequence
+    def chosen(ranks: int, *tasks: str, **parallel: int) -> tuple[int, int]:
+        config = layout(validate(RanksConfig, parallel, "test"), find_tasks(tasks or ("text",)), ranks)
+        return config.tensor, config.sequence
 
-    assert layout(1) == (1, 1)
-    assert layout(4) == (1, 4)
-    assert layout(4, tensor=2) == (2, 2)
-    assert layout(4, sequence=2) == (1, 2)  # rejected as no layout of four ranks
+    assert chosen(1) == (1, 1)
+    assert chosen(4) == (1, 4)
+    assert chosen(4, tensor=2) == (2, 2)
+    assert chosen(4, sequence=2) == (1, 2)  # two copies of the model
+    assert chosen(4, "text", "positions") == (1, 1)  # four copies, which share the sequences of positions
 
 
 def test_a_missing_or_second_text_in_the_settings_is_one_line():
-    with pytest.raises(ConfigError, match=r"^test: text\.file: must be set; --help describes it$"):
-        validate(ScoreTextConfig, {}, "test")
     with pytest.raises(ConfigError, match=r"^test: sample\.prompt and sample\.prompt_file are both set; give one"):
         validate(GenerateConfig, {"sample": {"prompt": "a", "prompt_file": "b"}}, "test")

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from evaluations import scored
 from lm_eval.api.instance import Instance, OutputType
 from lm_eval.api.model import CachingLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -21,11 +22,11 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import CheckpointError, ConfigError, DataError, TostError
 from tost_lm.eval.lm_eval import HarnessModel
-from tost_lm.eval.protocols import find_protocol
-from tost_lm.eval.protocols.missing_word import passages
-from tost_lm.eval.protocols.perplexity import pages
-from tost_lm.inference.likelihood import Likelihoods, score_requests
+from tost_lm.inference.likelihood import score_requests
 from tost_lm.inference.ranks import Ranks
+from tost_lm.inference.requests import Likelihoods
+from tost_lm.tasks.missing_word import passages
+from tost_lm.tasks.perplexity import pages
 from tost_lm.testing import FLOAT32_REORDERED
 
 WINDOW = 16
@@ -237,17 +238,17 @@ def test_several_ranks_refuse_a_device_and_a_cache(make_export, monkeypatch):
         CachingLM(lm, f"{folder}/cache.db")
 
 
-def native(folder: Path, protocol_name: str, path: Path, tokenizer: Tokenizer) -> dict:
-    """Totals of `tost eval zero-shot`."""
-    protocol, model = find_protocol(protocol_name), tost_lm.load(folder)
-    examples = protocol.examples(path, tokenizer, WINDOW)
-    rows = [protocol.row(one, Likelihoods(*score_requests(model, one.requests))) for one in examples]
-    return protocol.totals(rows)
+def native(folder: Path, task_name: str, path: Path, tokenizer: Tokenizer) -> dict:
+    """Totals of `tost eval`."""
+    task, model = scored(task_name), tost_lm.load(folder)
+    examples = task.examples(path, tokenizer, WINDOW)
+    rows = [task.row(one, Likelihoods(*score_requests(model, one.requests))) for one in examples]
+    return task.totals(rows)
 
 
-def harness(folder: Path, protocol_name: str, documents: list[dict], place: Path) -> dict:
+def harness(folder: Path, task_name: str, documents: list[dict], place: Path) -> dict:
     """Results of the harness's own task on our documents."""
-    return run_local_task(folder, TASKS[protocol_name], documents, place)[0]
+    return run_local_task(folder, TASKS[task_name], documents, place)[0]
 
 
 def check_parity(folder: Path, tokenizer: Tokenizer, lambada: str, wiki: str, place: Path) -> float:

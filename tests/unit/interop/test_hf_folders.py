@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import torch
+from evaluations import scored
 from hf_tokenizers import EOT, byte_level, made, metaspace_unigram, prefixed_bpe, with_added
 from other_forms import OTHER_FORMS
 from shared_data import GPT2_BPE, SHARED, needs_shared
@@ -24,7 +25,6 @@ from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK
 from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
 from tost_lm.errors import CheckpointError
-from tost_lm.eval.protocols import find_protocol
 from tost_lm.inference.generation import generate_text
 from tost_lm.inference.hugging_face import HuggingFaceSubject, find_subject
 from tost_lm.inference.subject import Subject
@@ -111,7 +111,7 @@ def test_an_export_is_scored_without_a_second_end_of_text(make_export: Callable[
     (tmp_path / "theirs/manifest.json").unlink()
 
     def requests(folder: Path) -> list[list[list[int]]]:
-        examples = find_protocol("lambada_openai@lm-eval").examples(texts, find_subject(folder).tokenizer(), 16)
+        examples = scored("lambada_openai@lm-eval").examples(texts, find_subject(folder).tokenizer(), 16)
         return [[one.requests[0].context.tolist(), one.requests[0].target.tolist()] for one in examples]
 
     assert type(find_subject(tmp_path / "theirs")) is HuggingFaceSubject

@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 from tost_lm.eval.lm_eval import HarnessModel
 from tost_lm.inference.hugging_face import HuggingFaceLM, HuggingFaceTokenizer
-from tost_lm.inference.likelihood import disjoint_windows, left_truncated, score_requests
+from tost_lm.inference.likelihood import score_requests
+from tost_lm.inference.requests import disjoint_windows, left_truncated
 from tost_lm.interop.hf import export
 from tost_lm.testing import FLOAT32_REORDERED
 

@@ -1,4 +1,4 @@
-"""Multiple choice by our protocols and by the harness's own tasks on the same files: the same scores."""
+"""Multiple choice by our tasks and by the harness's own tasks on the same files: the same scores."""
 
 import random
 from collections.abc import Callable
@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from evaluations import scored
 from local_tasks import TASKS, run_local_task
 
 import tost_lm
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.eval.data_sets import HUB_SETS
-from tost_lm.eval.protocols import find_protocol
-from tost_lm.eval.zero_shot import score_rows
 from tost_lm.inference.ranks import Ranks
+from tost_lm.tasks.data_sets import DATA_SETS
+from tost_lm.tasks.scored import rows_of
 
 WORDS = [
     "the",
@@ -94,17 +94,17 @@ def test_scores_are_those_of_the_harness(
     make_rows: Callable[[random.Random], list[dict[str, Any]]],
     window: int,
 ):
-    folder, protocol = make_export(max_positions=window), find_protocol(f"{data_set}@lm-eval")
+    folder, task = make_export(max_positions=window), scored(f"{data_set}@lm-eval")
     theirs, samples = run_local_task(folder, FILES[data_set], make_rows(random.Random(2)), tmp_path / "harness")
-    examples = protocol.examples(tmp_path / "harness/documents.jsonl", tokenizer, window)
+    examples = task.examples(tmp_path / "harness/documents.jsonl", tokenizer, window)
     cut = [request.inputs == window for example in examples for request in example.requests]
     assert any(cut) == (window < 256)
-    rows = score_rows(Ranks(), tost_lm.load(folder), protocol, examples, None)
+    rows = rows_of(Ranks(), tost_lm.load(folder), tokenizer, task, examples)
     for row, sample in zip(rows, sorted(samples, key=lambda sample: sample["doc_id"]), strict=True):
         log_likelihoods = [answers[0][0] for answers in sample["resps"]]
         np.testing.assert_allclose(row["nats"], -np.array(log_likelihoods), rtol=1e-6)
         assert (row["right"], row["normalized_right"]) == (sample["acc"], sample["acc_norm"])
-    ours = protocol.totals(rows)
+    ours = task.totals(rows)
     assert any(row["chosen"] != row["normalized_chosen"] for row in rows)
     for measure, name in (("accuracy", "acc"), ("normalized_accuracy", "acc_norm")):
         assert 0 < ours[measure] < 1
@@ -121,6 +121,6 @@ def test_the_sets_on_the_hub_are_those_of_the_harness():
         task = yaml.load((TASKS / file).read_text(), Loader)
         if "include" in task:
             task = yaml.load((TASKS / file).with_name(task["include"]).read_text(), Loader) | task
-        hub = HUB_SETS[data_set]
+        hub = DATA_SETS[data_set].hub
         assert (hub.name, hub.subset) == (task["dataset_path"], task.get("dataset_name"))
         assert hub.split == (task.get("test_split") or task["validation_split"])

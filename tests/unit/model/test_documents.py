@@ -10,7 +10,6 @@ from torch.testing import assert_close
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.softmax.cache import KeyValueState
 from tost_lm.model import LMState, ModelConfig, TostLM
 
 pytestmark = pytest.mark.quick
@@ -71,17 +70,6 @@ def logits_one_by_one(model: TostLM, documents: list[Tensor]) -> Tensor:
     return torch.cat([model(document[None]).logits[0] for document in documents])
 
 
-def rows_of(state: LMState, n: int) -> LMState:
-    """Row n of a state, alone."""
-    layers = []
-    for layer in state.layers:
-        parts = [part[n : n + 1] for part in layer]
-        if isinstance(layer, KeyValueState):  # without what fills the row up on the left
-            parts = [part[:, :, max(0, part.shape[2] - state.positions[n]) :] for part in parts]
-        layers.append(type(layer)(*parts))
-    return LMState(tuple(layers), state.positions[n : n + 1])
-
-
 @all_kinds
 def test_packed_documents_are_separate_documents_with_every_gradient(kind: str):
     model, documents = drawn_model(kind), drawn_documents()
@@ -100,32 +88,6 @@ def test_packed_documents_are_separate_documents_with_every_gradient(kind: str):
         assert_same(a, b)
         reaches = not (KINDS[kind].get("tssa", {}).get("membership") == "uniform" and name.endswith("temp"))
         assert b.any() == reaches, name
-
-
-@all_kinds
-def test_packed_documents_leave_the_states_of_separate_ones(kind: str):
-    model, documents = drawn_model(kind), drawn_documents()
-    tokens, cu_seqlens = packed(documents)
-    state = model(tokens, cu_seqlens=cu_seqlens).state
-    for n, document in enumerate(documents):
-        expected = model(document[None]).state
-        ours = rows_of(state, n)
-        assert ours.positions == expected.positions
-        for layer, expected_layer in zip(ours.layers, expected.layers, strict=True):
-            for part, expected_part in zip(layer, expected_layer, strict=True):
-                assert_same(part, expected_part)
-
-
-@all_kinds
-def test_documents_do_not_influence_each_other(kind: str):
-    model, documents = drawn_model(kind), drawn_documents()
-    tokens, cu_seqlens = packed(documents)
-    before = model(tokens, cu_seqlens=cu_seqlens).logits[0].split(LENGTHS)
-    changed = tokens.clone()
-    changed[0, LENGTHS[0] + LENGTHS[1] + 3] += 1
-    after = model(changed % VOCAB, cu_seqlens=cu_seqlens).logits[0].split(LENGTHS)
-    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, True, False, True]
-    assert torch.equal(before[2][:3], after[2][:3])
 
 
 @all_kinds

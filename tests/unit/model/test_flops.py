@@ -55,14 +55,6 @@ def test_parameters_are_those_of_the_model(settings: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    ("preset", "millions"), [("tost-base", 109.60), ("tost-medium", 303.66), ("tost-large", 655.14)]
-)
-def test_published_sizes(preset: str, millions: float):
-    counted = parameters(validate(ModelConfig, {"preset": preset}, "test"))
-    assert round((counted.total - counted.positions) / 1e6, 2) == millions
-
-
-@pytest.mark.parametrize(
     "settings",
     [
         {"pattern": "T"},

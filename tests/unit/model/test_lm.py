@@ -1,4 +1,4 @@
-"""Presets, initial weights, state, and what the model refuses."""
+"""Presets, initial weights, and what the model refuses."""
 
 import pytest
 import torch
@@ -73,22 +73,6 @@ def test_the_head_is_the_embedding():
     with torch.no_grad():
         model.embedding.weight[7] = 0
     assert (model(torch.tensor([[1, 2]])).logits[..., 7] == 0).all()
-
-
-@pytest.mark.parametrize("pattern", ["T", "A", "TA", "D", "DA"])
-@pytest.mark.parametrize("pieces", [[1] * 12, [5, 7], [11, 1]])
-def test_pieces_chained_by_state_are_one_piece(pattern: str, pieces: list[int]):
-    torch.manual_seed(0)
-    model = TostLM(config(pattern=pattern)).double()
-    tokens = torch.randint(50, (2, 12))
-    logits, state = [], None
-    for piece in tokens.split(pieces, 1):
-        out = model(piece, state=state)
-        logits.append(out.logits)
-        state = out.state
-    assert state is not None
-    assert state.positions == (12, 12)
-    torch.testing.assert_close(torch.cat(logits, 1), model(tokens).logits, rtol=1e-11, atol=1e-12)
 
 
 def test_ignored_labels_are_not_counted():

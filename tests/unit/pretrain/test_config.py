@@ -54,14 +54,14 @@ def test_a_mixture_comes_from_a_file_or_from_the_command_line_and_reads_back(tmp
         ('[data.mixture]\na = "much"\n', "data.mixture.a: "),
         ('[data]\nfolder = "a"\npacking = "tight"\n', "data.packing: "),
         ('[data]\nfolder = "a"\nworkers = -1\n', "data.workers: "),
-        ('[data]\nfolder = "a"\n[evaluation]\nevery = 5\n', "evaluation.every is set without evaluation.protocols"),
+        ('[data]\nfolder = "a"\n[evaluation]\nevery = 5\n', "evaluation.every is set without evaluation.tasks"),
         (
             '[data]\nfolder = "a"\n[optim]\nschedule = "wsd"\ndecay_steps = 10\n',
             "optim.decay_steps 10 and a warm-up of 0 steps are more than train.steps 9: lower optim.decay_steps",
         ),
         (
             '[data]\nfolder = "a"\n[evaluation]\nprotocols = ["x"]\n',
-            "evaluation.protocols is set without evaluation.every",
+            "evaluation.tasks is set without evaluation.every",
         ),
     ],
 )
@@ -137,7 +137,7 @@ def changes(tmp_path: Path, data: str, *overrides: str) -> list[str]:
 def test_what_may_change_between_launches(tmp_path: Path):
     same: Any = '[data.mixture]\nz = 2\n"x/y" = 1\n'
     assert changes(tmp_path, same, "data.workers=0", "train.micro_batch_size=3") == []
-    assert changes(tmp_path, same, "evaluation.every=5", 'evaluation.protocols=["x"]', "evaluation.sets.y=z") == []
+    assert changes(tmp_path, same, "evaluation.every=5", 'evaluation.tasks=["x"]', "evaluation.sets.y=z") == []
     assert changes(tmp_path, '[data.mixture]\n"x/y" = 1\nw = 2\n') == [
         "data.mixture.z: 2.0 → not set",
         "data.mixture.w: not set → 2.0",

@@ -56,42 +56,51 @@ def assert_as_whole(model, tile_tokens, **batch):
         assert_close(tiled[name], expected, 1e-10, name)
 
 
-@pytest.mark.parametrize("settings", [{"activation_checkpointing": "full"}, {"mlp_tile_tokens": 3}])
-def test_activation_checkpointing_within_a_tile(settings):
-    assert_as_whole(apply_activation_checkpointing(build("TA", softmax={"window": 5}), **settings), 7)
+PACKED = {"rows": 1, "cu_seqlens": DOCUMENTS}
+OTHER_MODELS = [
+    {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}},
+    {"positions": "none", "tssa": {"denom_bias": "none"}, "bias": True},
+    {"tssa": {"membership": "uniform"}},
+    {"pattern": "TA", **other_forms(window=3), "heads": 4},
+    {"pattern": "DA", "softmax": {"window": 3}},
+    *({"pattern": "TAA", "softmax": {"window": window}} for window in (1, 9, 40)),
+]
 
 
 @pytest.mark.parametrize("tile_tokens", [1, 2, 7, 11, 21, 22, 30])
-@pytest.mark.parametrize("membership", ["energy-share", "energy-mean"])
-def test_loss_and_gradients_equal_those_of_whole_rows(tile_tokens, membership):
-    assert_as_whole(build(tssa={"membership": membership}), tile_tokens)
+@pytest.mark.parametrize("batch", [{}, PACKED], ids=["rows", "packed"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tssa": {"membership": "energy-share"}},
+        {"tssa": {"membership": "energy-mean"}},
+        {"pattern": "TA"},
+        {"pattern": "TA", "softmax": {"window": 3}},
+        {"pattern": "DA", **other_forms(window=0), "heads": 4},
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_equal_those_of_whole_rows(settings, batch, tile_tokens):
+    """Tiles may cut packed documents, and windows reach into earlier tiles."""
+    assert_as_whole(build(**settings), tile_tokens, **batch)
 
 
-@pytest.mark.parametrize("tile_tokens", [1, 2, 7, 11])
-@pytest.mark.parametrize("pattern", ["T", "TA"])
-def test_tiles_may_cut_packed_documents(tile_tokens, pattern):
-    assert_as_whole(build(pattern, softmax={"window": 3}), tile_tokens, rows=1, cu_seqlens=DOCUMENTS)
-
-
-@pytest.mark.parametrize("window", [1, 9, 40])
-@pytest.mark.parametrize("tile_tokens", [4, 11])
-def test_windows_reach_into_earlier_tiles(window, tile_tokens):
-    assert_as_whole(build("TAA", softmax={"window": window}), tile_tokens)
-
-
-@pytest.mark.parametrize("settings", [
-    {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}},
-    {"positions": "none", "tssa": {"denom_bias": "none"}, "bias": True},
-    {"tssa": {"membership": "uniform"}}, {"pattern": "TA", **other_forms(window=3), "heads": 4},
-    {"pattern": "DA", "softmax": {"window": 3}},
-])  # fmt: skip
+@pytest.mark.parametrize("settings", OTHER_MODELS, ids=str)
 def test_other_models(settings):
-    assert_as_whole(build(**settings), 5)
+    for tile_tokens in (4, 11):
+        assert_as_whole(build(**settings), tile_tokens)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("settings", [{"activation_checkpointing": "full"}, {"mlp_tile_tokens": 3}])
+def test_activation_checkpointing_within_a_tile(settings, window):
+    assert_as_whole(apply_activation_checkpointing(build("TA", softmax={"window": window}), **settings), 7)
 
 
 @pytest.mark.parametrize("tile_tokens", [4, 11])
-def test_float32_is_as_accurate_as_whole_rows(tile_tokens):
-    model = build("TA", torch.float32, softmax={"window": 5})
+@pytest.mark.parametrize("window", [0, 5])
+def test_float32_is_as_accurate_as_whole_rows(tile_tokens, window):
+    model = build("TA", torch.float32, softmax={"window": window})
     tiled, whole = (loss_and_gradients(model, tile_tokens=size) for size in (tile_tokens, None))
     for name, truth in loss_and_gradients(model.double()).items():
         assert_as_accurate(tiled[name], whole[name], truth, name)
@@ -107,25 +116,6 @@ def test_bfloat16_gradients_are_summed_in_float32():
 
     assert all(x.dtype == torch.bfloat16 for name, x in tiled.items() if name != "loss")
     assert error(tiled) < 1.5 * error(whole)
-
-
-@pytest.mark.parametrize("tile_tokens", [1, 2, 7, 11, 21])
-@pytest.mark.parametrize("batch", [{}, {"rows": 1, "cu_seqlens": DOCUMENTS}], ids=["rows", "packed"])
-@pytest.mark.parametrize("settings", [{"pattern": "TA"}, {"pattern": "DA", **other_forms(window=0), "heads": 4}])
-def test_attention_to_all_earlier_tiles(settings, batch, tile_tokens):
-    assert_as_whole(build(**settings), tile_tokens, **batch)
-
-
-def test_attention_to_all_earlier_tiles_is_computed_again():
-    model = apply_activation_checkpointing(build("TA"), activation_checkpointing="full")
-    assert_as_whole(model, 7)
-
-
-def test_float32_attention_to_all_earlier_tiles_is_as_accurate_as_whole_rows():
-    model = build("TA", torch.float32)
-    tiled, whole = (loss_and_gradients(model, tile_tokens=size) for size in (4, None))
-    for name, truth in loss_and_gradients(model.double()).items():
-        assert_as_accurate(tiled[name], whole[name], truth, name)
 
 
 def test_tiles_share_keys_and_values():

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from pydantic import Field
+from logged_run import SECRET, WithSecret, log_steps, settings_of
 from wandb_files import history, run_of
 
 from tost_lm.checkpointing.format import Progress
@@ -22,17 +22,6 @@ from tost_lm.pretrain.metrics import Metrics, write_run_folder
 from tost_lm.pretrain.settings import PretrainConfig
 
 CPU = torch.device("cpu")
-SECRET = "planted-3f9a"
-SETTINGS = {
-    "model": {"layers": 1, "heads": 1, "width": 4, "vocab_size": 8, "max_positions": 8},
-    "data": {"folder": "shards"},
-    "train": {"steps": 20, "global_batch_size": 4, "micro_batch_size": 2, "seq_len": 8},
-    "run": {"name": "r", "log_every": 1},
-}
-
-
-class WithSecret(PretrainConfig):
-    hub: dict[str, str] = Field(default={"token": SECRET, "user": "planted-user"})
 
 
 @pytest.fixture(autouse=True)
@@ -47,29 +36,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def open_metrics(progress: Progress | None, **run: Any) -> Metrics:
-    settings = {**SETTINGS, "run": {**SETTINGS["run"], **run}}
+    settings = settings_of(**run)
     config = validate(PretrainConfig, settings, "test")
     write_run_folder(config, world_size=1, device="cpu")
     return Metrics(validate(WithSecret, settings, "test"), progress, 1, CPU)
 
 
-def train(metrics: Metrics, first: int, last: int) -> None:
-    """The loss of a step says in which launch it was trained; every fourth is followed by both measurements."""
-    for step in range(first, last + 1):
-        metrics.step(step, 1000 * first + step, 1e-3, 0.5)
-        if step % 4 == 0:
-            metrics.validation(
-                {"step": step, "loss": 2.5, "position_ends": [4, 8], "loss_by_position": [3.5, None], "tokens": 32}
-            )
-            figures = {"accuracy": step / 100, "accuracy_standard_error": 0.01}
-            names = {"protocol": "a@b", "headline": "accuracy", "data_sha256": "a"}
-            metrics.evaluation({"step": step, **names, **figures})
-
-
 def train_until_killed() -> None:
     """A process of its own: steps 1 to 9, and no end."""
     metrics = open_metrics(None)
-    train(metrics, 1, 9)
+    log_steps(metrics, 1, 9)
     print("id", metrics.wandb_run_id, flush=True)
     signal.pause()
 
@@ -91,7 +67,7 @@ def test_a_run_that_was_killed_and_resumed_is_one_run(folder: Path):
 
     resumed = open_metrics(Progress(5, 5, wandb_run_id=run_id))
     assert resumed.wandb_run_id == run_id
-    train(resumed, 6, 12)
+    log_steps(resumed, 6, 12)
     resumed.close()
     before, after = histories(folder)
     assert before.name == after.name == f"run-{run_id}.wandb"
@@ -115,12 +91,12 @@ def test_a_run_that_was_killed_and_resumed_is_one_run(folder: Path):
 def test_a_run_without_wandb_so_far_gets_its_earlier_rows(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     first = open_metrics(None)
-    train(first, 1, 5)
+    log_steps(first, 1, 5)
     first.close()
     assert histories(folder) == {}
     monkeypatch.delenv("WANDB_MODE")
     again = open_metrics(Progress(5, 5))
-    train(again, 6, 7)
+    log_steps(again, 6, 7)
     again.close()
     (rows,) = histories(folder).values()
     assert [row["_step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
@@ -133,9 +109,9 @@ def test_training_goes_on_when_the_process_of_wandb_is_killed(folder: Path, capf
     step = 0
     while "wandb failed" not in capfd.readouterr().out:
         step += 1
-        train(metrics, step, step)
+        log_steps(metrics, step, step)
         time.sleep(0.05)
-    train(metrics, step + 1, step + 5)
+    log_steps(metrics, step + 1, step + 5)
     metrics.close()
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == step + 5
     assert (folder / "log.txt").read_text().count("wandb failed") == 1

@@ -8,7 +8,7 @@ import torch
 from tost_lm.config import validate
 from tost_lm.inference.generation import state_bytes
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.report.retrieval import decoding_bytes
+from tost_lm.tasks.needle import decoding_bytes
 
 
 @pytest.mark.parametrize(

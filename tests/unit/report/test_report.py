@@ -17,19 +17,19 @@ from wandb_files import history
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.eval.published import side_by_side
-from tost_lm.eval.sections import evaluation_sections
-from tost_lm.eval.settings import ScoreTextConfig
-from tost_lm.inference.protocol_names import HELDOUT, NEEDLE, SAMPLE, TEXT
 from tost_lm.inference.settings import GenerateConfig
-from tost_lm.inference.subject import Subject, read_result_file, write_result_file
+from tost_lm.inference.subject import SAMPLE, Subject, read_result_file, write_result_file
 from tost_lm.markdown import table
+from tost_lm.page import Page as ReportPage
+from tost_lm.page import to_html, to_markdown
 from tost_lm.report import write_report
 from tost_lm.report.comparison import comparison_sections
-from tost_lm.report.page import Page as ReportPage
-from tost_lm.report.page import to_html, to_markdown
 from tost_lm.report.record import RunRecord, group_runs
 from tost_lm.report.run import run_sections
+from tost_lm.tasks.heldout import NAME as HELDOUT
+from tost_lm.tasks.needle import NAME as NEEDLE
+from tost_lm.tasks.published import side_by_side
+from tost_lm.tasks.text import NAME as TEXT
 
 NASTY = (
     'x = `1`\n````\n</pre><script>alert(1)</script> & ![a](http://b/c.png) | "src="\n<img src="eval/report/loss.png">'
@@ -116,11 +116,11 @@ class Page(HTMLParser):
 def text_of(folder: Path) -> Page:
     """The page without drawing its figures."""
     run = RunRecord.read(folder)
-    return Page(to_html(to_markdown(run_sections(run, ReportPage("", figures="f"), evaluation_sections)), {}, ""))
+    return Page(to_html(to_markdown(run_sections(run, ReportPage("", figures="f"))), {}, ""))
 
 
 def test_the_page_is_self_contained_and_figures_are_also_files(evaluated):
-    write_report(evaluated, evaluation_sections)
+    write_report(evaluated)
     page = Page((evaluated / "report.html").read_text())
     sources = [attributes["src"] or "" for _, attributes in page.tags if "src" in attributes]
     assert len(sources) == 3
@@ -138,9 +138,7 @@ def test_the_page_is_self_contained_and_figures_are_also_files(evaluated):
 
 
 def test_cells_break_only_between_words(evaluated):
-    page = to_html(
-        to_markdown(run_sections(RunRecord.read(evaluated), ReportPage("", figures="f"), evaluation_sections)), {}, ""
-    )
+    page = to_html(to_markdown(run_sections(RunRecord.read(evaluated), ReportPage("", figures="f"))), {}, "")
     cells = re.findall(r"<(t[dh])(.*?)>(.*?)</t[dh]>", page)
     assert all(text for kind, _, text in cells if kind == "th")
     assert '<td style="text-align:right"><span>2.4525 ± 0.0123</span></td>' in page
@@ -187,7 +185,7 @@ def test_names_are_only_text_whatever_they_hold(evaluated, name):
     (evaluated / "env.json").write_text(json.dumps({name: {name: name}}))
     (evaluated / "eval" / SAMPLE / "results.json").unlink()  # the report names the command with the folder
     evaluated = evaluated.rename(evaluated.with_name(name.replace("/", "")))
-    page = Page(write_report(evaluated, evaluation_sections).read_text())
+    page = Page(write_report(evaluated).read_text())
     images = [attributes for tag, attributes in page.tags if tag == "img"]
     assert len(images) == 3
     assert all((attributes["src"] or "").startswith("data:image/png;base64,") for attributes in images)
@@ -248,12 +246,11 @@ def test_retrieval_tasks_have_a_heatmap_and_tables_by_length(run_folder):
     add_task(
         run_folder, "niah_single_1@own-words", cell_of_task(1024, 0.875, 0.0), cell_of_task(2048, 0.375, 0.125)
     )  # fmt: skip
-    write_report(run_folder, evaluation_sections)
+    write_report(run_folder)
     text = " ".join(Page((run_folder / "report.html").read_text()).text.split())
     assert "task chance 1,024 tokens 2,048 tokens niah_single_1@own-words < 0.1% 87.5% (0.0%) 37.5% (12.5%) vt@" in text
     assert "vt@own-words < 0.1% – 60.0% (20.0%)" in text
     assert "12.5%, 3.25 / 17.50" in text
-    assert "Needle in a haystack" not in text
     folder = run_folder / "eval/report"
     header, *rows = csv.reader((folder / "retrieval.csv").read_text().splitlines())
     assert header[:4] == ["task", "length (tokens)", "recall (%)", "recall, control (%)"]
@@ -279,7 +276,7 @@ def test_tasks_name_their_checkpoints(run_folder):
     text = " ".join(text_of(run_folder).text.split())
     assert "niah_single_1@own-words: Checkpoint step_00000100" in text
     assert "vt@own-words: Checkpoint step_00000050" in text
-    assert f"tost eval retrieval {run_folder} 'retrieval.tasks=[\"vt@own-words\"]'" in text
+    assert f"tost eval {run_folder} vt@own-words" in text
 
 
 def test_a_short_run_is_called_a_smoke_run(run_folder):
@@ -296,8 +293,8 @@ def test_a_short_run_is_called_a_smoke_run(run_folder):
 def test_missing_results_name_their_command(run_folder):
     (run_folder / "metrics.jsonl").unlink()
     page = text_of(run_folder)
-    for command in ("eval zero-shot", "eval retrieval", "generate"):
-        assert f"tost {command} {run_folder}" in page.text
+    for command in (f"eval {run_folder} heldout", f"eval {run_folder} needle", f"generate {run_folder}"):
+        assert f"tost {command}" in page.text
     assert "tost train configs/pretrain/NAME.toml" in page.text
     assert "img" not in [tag for tag, _ in page.tags]
 
@@ -307,7 +304,7 @@ def test_commands_for_a_mixture_ask_for_the_text(run_folder):
     named = re.search(r'^folder = (".*")$', config.read_text(), re.MULTILINE)
     assert named
     config.write_text(config.read_text().replace(named[0], f"mixture = {{ {named[1]} = 1.0 }}"))
-    assert f"tost eval zero-shot {run_folder} heldout.shards=FOLDER" in text_of(run_folder).text
+    assert f"tost eval {run_folder} heldout heldout.shards=FOLDER" in text_of(run_folder).text
 
 
 def test_results_of_another_checkpoint_are_marked(evaluated):
@@ -329,7 +326,7 @@ def test_hashes_and_environment_are_listed(evaluated, shards):
 def test_reports_are_reproducible(run_folder):
     def written() -> dict[str, bytes]:
         files = [
-            write_report(run_folder, evaluation_sections),
+            write_report(run_folder),
             run_folder / "report.md",
             *sorted((run_folder / "eval/report").iterdir()),
         ]
@@ -340,17 +337,17 @@ def test_reports_are_reproducible(run_folder):
 
 def test_other_folders_are_rejected(tmp_path, run_folder):
     with pytest.raises(ConfigError, match="not a run folder"):
-        write_report(tmp_path, evaluation_sections)
+        write_report(tmp_path)
     (run_folder / "checkpoints").rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        write_report(run_folder, evaluation_sections)
+        write_report(run_folder)
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "markdown_it"])
 def test_a_missing_package_names_the_install_command(run_folder, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"{package}; run pip install '\.\[report\]'"):
-        write_report(run_folder, evaluation_sections)
+        write_report(run_folder)
 
 
 def test_few_documents_allow_no_conclusion(evaluated):
@@ -402,7 +399,6 @@ def test_layers_and_lengths_are_described(run_folder, lines, layers, positions):
 def test_scores_of_a_text_file_are_shown(run_folder):
     assert "Text file" not in text_of(run_folder).text  # the model has 16 positions
     subject = Subject.find(run_folder)
-    settings = validate(ScoreTextConfig, {"text": {"file": "a_book.txt"}}, "test")
     results = {
         "model": {
             "tokens": 12_345, "bytes": 54_321, "nats_per_token": 3.25, "perplexity_per_token": 25.79,
@@ -410,7 +406,8 @@ def test_scores_of_a_text_file_are_shown(run_folder):
         },
         "kept_tokens": 0, "state_bytes": 4321,
     }  # fmt: skip
-    subject.write_results(TEXT, subject.identity(settings, None), 0.0, results)
+    identity = subject.identity(None, None) | {"settings": {"text": {"file": "a_book.txt"}}}
+    subject.write_results(TEXT, identity, 0.0, results)
     page = text_of(run_folder)
     for words in (
         "a_book.txt",
@@ -433,7 +430,8 @@ def test_each_test_set_has_a_row(run_folder):
     }
     for protocol, model in totals.items():
         headline = list(model)[1]
-        results = {"model": model, "headline": headline, "published_file": protocol.startswith("lambada")}
+        results = {"model": model, "headline": headline, "by_token": False}
+        results["published_file"] = protocol.startswith("lambada")
         subject.write_results(protocol, subject.identity(None, None), 0.0, results)
     text = " ".join(text_of(run_folder).text.split())
     assert "lambada_openai@lm-eval accuracy 32.56% ± 0.65% 5,153 published file step_" in text
@@ -444,18 +442,18 @@ def test_each_test_set_has_a_row(run_folder):
 def test_a_model_of_unlimited_length_may_score_a_text(run_folder, make_model, tokenizer):
     model = make_model(vocab_size=tokenizer.vocab_size, positions="none", tssa={"denom_bias": "none"})
     write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
-    assert f"tost eval text {run_folder} text.file=PATH" in text_of(run_folder).text
+    assert f"tost eval {run_folder} text text.file=PATH" in text_of(run_folder).text
 
 
 def test_a_model_folder_has_a_report_and_a_checkpoint_of_a_run_has_none(run_folder: Path, tmp_path: Path):
     export = tmp_path / "export"
     shutil.copytree(run_folder / "checkpoints" / "step_00000100", export)
-    write_report(export, evaluation_sections)
+    write_report(export)
     report = (export / "report.md").read_text()
     assert report.startswith("# Model export\n")
-    assert f"`tost eval zero-shot {export} heldout.shards=FOLDER`" in report
+    assert f"`tost eval {export} heldout heldout.shards=FOLDER`" in report
     with pytest.raises(ConfigError, match="not a run folder but a checkpoint: "):
-        write_report(run_folder / "checkpoints" / "step_00000100", evaluation_sections)
+        write_report(run_folder / "checkpoints" / "step_00000100")
 
 
 def test_a_long_generated_text_is_shortened(evaluated):
@@ -465,7 +463,7 @@ def test_a_long_generated_text_is_shortened(evaluated):
 
 def test_figures_go_to_wandb_as_images_and_tables(evaluated: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    write_report(evaluated, evaluation_sections, to_wandb=True)
+    write_report(evaluated, to_wandb=True)
     [launch] = (evaluated / "eval/wandb").glob("offline-run-*")
     [file] = launch.glob("run-*.wandb")
     [row] = history(file)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tost_lm.report.page import Page
+from tost_lm.page import Page
 from tost_lm.report.record import RunRecord, compared_settings
 from tost_lm.report.run import overview
 from tost_lm.report.training import branches

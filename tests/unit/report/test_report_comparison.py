@@ -13,15 +13,16 @@ import torch
 
 from tost_lm.config import differences, leaves, to_toml, validate
 from tost_lm.errors import ConfigError
-from tost_lm.inference.protocol_names import HELDOUT, NEEDLE
 from tost_lm.inference.subject import write_result_file
 from tost_lm.model import TostLM
+from tost_lm.page import Page, to_markdown
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.report import write_comparison
 from tost_lm.report.comparison import comparison_sections
-from tost_lm.report.page import Page, to_markdown
 from tost_lm.report.record import Mean, compared_settings, group_runs, read_runs
 from tost_lm.report.settings import ReportConfig
+from tost_lm.tasks.heldout import NAME as HELDOUT
+from tost_lm.tasks.needle import NAME as NEEDLE
 
 MakeRun = Callable[..., Path]
 PARAMETERS = "12,692 (1,024 in positions)"
@@ -167,19 +168,19 @@ def test_metrics_are_means_with_standard_errors(make_run):
     text, page = compare(a, b, c)
     header, first, second = table(text, "Results")
     assert header == [
-        "group", "runs", "step", "training loss", "validation loss", "held-out bits per byte",
-        "needle choice accuracy", "tokens/s/device",
+        "group", "runs", "step", "training loss", "validation loss", "needle choice accuracy",
+        "held-out bits per byte", "tokens/s/device",
     ]  # fmt: skip
     lr = settings().optim.lr
     labels = f"1: optim.lr={lr}", "2: optim.lr=0.5"
     assert first == [
-        labels[0], "2", "20", "5.2500 ± 0.2500", "4.1250 ± 0.1250", "2.2500 ± 0.2500", "25.0% (step 10, 1 of 2 runs)",
+        labels[0], "2", "20", "5.2500 ± 0.2500", "4.1250 ± 0.1250", "25.0% (step 10, 1 of 2 runs)", "2.2500 ± 0.2500",
         "200 ± 100",
     ]  # fmt: skip
     assert second == [labels[1], "1", "20", "4.0000", "–", "–", "–", "100"]
     assert re.findall("^## (.*)", text, re.MULTILINE)[:2] == ["Results", "Validation loss"]
     assert table(text, "Individual runs")[2] == [
-        str(b), "1", "1", "20", "5.5000", "4.2500", "2.5000", "25.0% (step 10)", "300",
+        str(b), "1", "1", "20", "5.5000", "4.2500", "25.0% (step 10)", "2.5000", "300",
     ]  # fmt: skip
 
     first, second = labels
@@ -230,11 +231,11 @@ def test_groups_with_common_seeds_are_compared_by_seed(make_run):
 def test_retrieval_has_a_column_for_each_group(two_groups):
     a, b, c = two_groups
     add_task(a, NEEDLE, 10, [0.5, 0.25], depths=(0.0, 1.0))
-    assert "## Retrieval" not in compare(a, b, c)[0]
+    assert "## Scores by length" not in compare(a, b, c)[0]
     add_task(b, NEEDLE, 10, [0.75, 0.25], depths=(0.0, 1.0))
     add_task(c, "vt@own-words", 10, [0.4])
     text, _ = compare(a, b, c)
-    assert table(text, "Retrieval") == [
+    assert table(text, "Scores by length") == [
         ["task", "tokens", "chance", "group 1", "group 2"],
         [NEEDLE, "1,024", "10%", "62.5% ± 12.5% (6.2%)", "–"],
         [NEEDLE, "2,048", "10%", "25.0% ± 0.0% (2.5%)", "–"],
@@ -244,7 +245,7 @@ def test_retrieval_has_a_column_for_each_group(two_groups):
     add_task(b, "vt@own-words", 20, [0.4])
     text, _ = compare(a, b, c)
     assert "results of vt@own-words in group 1 have no mean: the steps differ" in text
-    assert table(text, "Retrieval")[3] == ["vt@own-words", "1,024", "10%", "–", "40.0% (4.0%)"]
+    assert table(text, "Scores by length")[3] == ["vt@own-words", "1,024", "10%", "–", "40.0% (4.0%)"]
 
 
 def test_the_standard_error_is_over_the_runs():

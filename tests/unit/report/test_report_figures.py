@@ -14,11 +14,12 @@ from matplotlib.text import Text
 
 from experiments.analysis.coding_rate import change_chart, steps_chart
 from experiments.analysis.memberships import position_chart as memberships_chart
-from tost_lm.report.page import Chart
-from tost_lm.report.protocols import extrapolation_chart
+from tost_lm.page import Chart
 from tost_lm.report.record import Curve, position_curves_chart, step_chart
-from tost_lm.report.retrieval import needle_chart, tasks_chart
 from tost_lm.report.training import loss_chart, optimizer_chart, position_chart
+from tost_lm.tasks.needle import needle_chart
+from tost_lm.tasks.positions import extrapolation_chart
+from tost_lm.tasks.ruler import tasks_chart
 
 ENDS = [8 * 2**i for i in range(14)]
 FALLING = np.geomspace(9, 3, len(ENDS)).tolist()

@@ -10,7 +10,7 @@ import pytest
 
 from tost_lm.checkpointing.run_folder import read_record
 from tost_lm.errors import ConfigError
-from tost_lm.report.page import Chart, Page
+from tost_lm.page import Chart, Page
 from tost_lm.report.record import RunRecord
 from tost_lm.report.training import (
     events,

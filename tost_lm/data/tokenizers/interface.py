@@ -28,6 +28,11 @@ class Tokenizer(ABC):
     has_eot = True
     adds_space = False
 
+    @property
+    def stop(self) -> int | None:
+        """The id that ends a generated text; None: there is none."""
+        return self.eot if self.has_eot else None
+
     def __init__(self, model_bytes: bytes) -> None:
         self.model_bytes = model_bytes
         self.sha256 = sha256_bytes(model_bytes)

@@ -1,8 +1,8 @@
-"""Zero-shot results of several models in one table with published results, and which of them are comparable.
+"""Results of several models on test sets in one table with published results, and which of them are comparable.
 
-    tost eval compare runs/base runs/gpt2 > compared.md
+    tost compare runs/base runs/gpt2 > compared.md
 
-Prints Markdown: a table for each protocol that `tost eval zero-shot` has measured for any of the folders (a run, an
+Prints Markdown: a table for each test set that `tost eval` has measured for any of the folders (a run, an
 export, a Hugging Face model's folder, or runs/NAME of a model from the hub). Two results are comparable if they have
 the same test file and window length and, for metrics per token, the same tokenization.
 """
@@ -18,13 +18,13 @@ class NoSettings(Section):
 
 
 def main(paths: list[Path], config: NoSettings) -> None:
-    from tost_lm.eval.published import side_by_side
+    from tost_lm.tasks.published import side_by_side
 
     print(side_by_side(paths))
 
 
 def run() -> NoReturn:
-    run_program(main, name="tost eval compare", doc=__doc__ or "", positional="RUN…", config=NoSettings)
+    run_program(main, name="tost compare", doc=__doc__ or "", positional="RUN…", config=NoSettings)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@
     torchrun --standalone --nproc-per-node 4 -m tost_lm.eval.commands.lm_eval run --model tost_lm \\
       --model_args pretrained=runs/base …
 
-pretrained is a run folder, a step folder or an export. --batch_size counts texts of the model's context length that are
-read at once (auto: 8,192 tokens, on a CPU 2,048); scores do not depend on it. Under a launcher each rank has a copy of
-the model and scores a subset of the requests. `run --help` lists the harness's arguments, `ls tasks` its tasks.
+pretrained is a run folder, a step folder or an export. --batch_size counts texts of the window that are read at once
+(auto: 8,192 tokens, on a CPU 2,048); scores do not depend on it. max_length=N in --model_args sets the window, which is
+the model's context length by default. Under a launcher each rank has a copy of the model and scores a subset of the
+requests. `run --help` lists the harness's arguments, `ls tasks` its tasks.
 """
 
 import os

@@ -55,8 +55,10 @@ def main(path: Path, config: PretrainConfig) -> None:
     if _is_done(config, start):  # no engine will read and hash the shards
         start = find_start(config, corpora, log, hash_shards=True)
     if start.resume_from and _is_done(config, start):
-        Progress.read(start.resume_from).require_finite_validation(config.train.steps, config.run_folder)
-        log(f"reusing {start.resume_from}: nothing is left to train up to step {config.last_step}")
+        progress = Progress.read(start.resume_from)
+        progress.require_finite_validation(config.train.steps, config.run_folder)
+        early = ": validation.stop_after has ended the run" if config.stops_early(progress) else ""
+        log(f"reusing {start.resume_from}: nothing is left to train up to step {config.last_step}{early}")
         return
     if start.weights_from:
         config = config.with_context_of(read_model_config(start.weights_from))
@@ -69,20 +71,22 @@ def main(path: Path, config: PretrainConfig) -> None:
 
 
 def _is_done(config: PretrainConfig, start: "StartPoint") -> bool:
-    return start.resume_from is not None and Progress.read(start.resume_from).step >= config.last_step
+    if start.resume_from is None:
+        return False
+    progress = Progress.read(start.resume_from)
+    return progress.step >= config.last_step or config.stops_early(progress)
 
 
 def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "Evaluation | None":
-    """The evaluation during training. Raises ConfigError or DataError, as `ProtocolsInTraining.find`."""
+    """The evaluation during training. Raises ConfigError or DataError, as `TasksInTraining.find`."""
     settings = config.evaluation
     if settings.every is None:
         return None
-    from tost_lm.eval.zero_shot import ProtocolsInTraining
+    from tost_lm.tasks.in_training import TasksInTraining
 
     tokenizer = LosslessTokenizer(corpora.tokenizer(), str(corpora.shards[0].folder))
-    return ProtocolsInTraining.find(
-        settings.protocols, settings.sets, tokenizer, config.model.context_length, settings.batch_tokens
-    )
+    shards = corpora.shards[0]
+    return TasksInTraining.find(settings.tasks, settings.sets, settings.settings, tokenizer, shards, config.model)
 
 
 def run() -> NoReturn:

@@ -1,32 +1,30 @@
-"""Tasks with a small text as haystack."""
+"""Queries with a small text as haystack."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
-from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.eval.retrieval import make_tasks
-from tost_lm.eval.retrieval.haystacks import Text
-from tost_lm.eval.retrieval.tasks import Task
-from tost_lm.eval.settings import RetrievalConfig
-from tost_lm.inference.protocol_names import NEEDLE
+from tost_lm.tasks.haystacks import Text
+from tost_lm.tasks.queries import Queries
+from tost_lm.tasks.registry import make_queries
 
 LINES = [f"Page {page}. The lines of this page are short.\nThey say little! Do they?\nNo.\n\n" for page in range(300)]
 
 
 @pytest.fixture
-def make_task(tokenizer: Tokenizer) -> Callable[..., Task]:
-    """Makes a task by its name; the default tokenizer is that of the small text."""
+def make_task(tokenizer: Tokenizer) -> Callable[..., Queries]:
+    """Makes the queries of a task by its name; the default tokenizer is that of the small text."""
     own = tokenizer
 
     def make(
-        name: str = NEEDLE, seed: int = 0, depths: Sequence[float] = (0.0, 0.5, 1.0), tokenizer: Tokenizer = own
-    ) -> Task:
-        tree: dict[str, Any] = {"retrieval": {"tasks": [name], "seed": seed}, "needle": {"depths": depths}}
+        name: str = "needle@words",
+        seed: int = 0,
+        depths: Sequence[float] = (0.0, 0.5, 1.0),
+        tokenizer: Tokenizer = own,
+    ) -> Queries:
         text = Text("the text", map(tokenizer.encode_array, LINES), {})
-        (task,) = make_tasks(validate(RetrievalConfig, tree, "test"), tokenizer, lambda: text)
-        return task
+        given = {"depths": list(depths)} if name == "needle@words" else {}
+        return make_queries(name, tokenizer, lambda: text, seed=seed, **given)
 
     return make

@@ -12,14 +12,13 @@ import pytest
 import xxhash
 
 from tost_lm.config import validate
-from tost_lm.eval.retrieval import find_text, make_tasks
-from tost_lm.eval.retrieval.grid import Cell, Grid, Scores, identity_of
-from tost_lm.eval.retrieval.needles import NeedleTask
-from tost_lm.eval.retrieval.tasks import Example
-from tost_lm.eval.settings import RetrievalConfig
-from tost_lm.inference.protocol_names import NEEDLE
 from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.subject import Subject
+from tost_lm.tasks.answers import Scores
+from tost_lm.tasks.grid import Cell, Grid, find_text, identity_of
+from tost_lm.tasks.needle import NAME as NEEDLE
+from tost_lm.tasks.needle import NeedleConfig, NeedleQueries
+from tost_lm.tasks.queries import Query
 
 LENGTHS = [160, 200]
 
@@ -30,7 +29,7 @@ class Reader:
     def __init__(self, interrupted_at: int | None = None):
         self.calls, self.interrupted_at = 0, interrupted_at
 
-    def __call__(self, examples: Sequence[Example], room: int) -> Scores:
+    def __call__(self, examples: Sequence[Query], room: int) -> Scores:
         if self.calls == self.interrupted_at:
             raise KeyboardInterrupt
         self.calls += 1
@@ -41,11 +40,11 @@ class Reader:
 @pytest.fixture
 def make_grid(run_folder: Path, tokenizer):
     def make(lengths: Sequence[int] = LENGTHS, depths: Sequence[float] = (0.0, 0.5), **settings: Any) -> Grid:
-        tree = {"retrieval": {"lengths": lengths, "samples": 2, **settings}, "needle": {"depths": depths}}
-        config, subject = validate(RetrievalConfig, tree, "test"), Subject.find(run_folder)
-        (task,) = make_tasks(config, tokenizer, lambda: find_text(None, "", subject))
-        chosen = config.retrieval.model_dump(mode="json", include={"lengths", "samples", "seed"})
-        return Grid(task, identity_of(task, chosen, subject), subject, lengths, run_folder / "samples")
+        tree, subject = {"lengths": lengths, "samples": 2, "depths": depths, **settings}, Subject.find(run_folder)
+        config, text = validate(NeedleConfig, tree, "test"), find_text(None, "", subject, "needle")
+        queries = NeedleQueries(config.seed, tokenizer, text, config.depths)
+        identity = identity_of(queries, queries.identity(config), subject)
+        return Grid(queries, identity, subject, lengths, run_folder / "samples")
 
     return make
 
@@ -112,7 +111,7 @@ def test_cells_do_not_depend_on_other_cells(make_grid, tokenizer):
     make_grid().measure(Ranks(), Reader(), tokenizer)
     for asked, calls in (
         ({"lengths": [200, 180], "depths": [0.5]}, 2),
-        ({"tasks": [NEEDLE], "depths": [0.0, 0.5, 1.0]}, 4),
+        ({"depths": [0.0, 0.5, 1.0]}, 4),
         ({"seed": 1}, 8),
         ({"seed": 1, "samples": 3}, 8),
     ):
@@ -145,13 +144,13 @@ def test_the_same_seed_gives_the_same_bytes_except_the_time(make_grid, run_folde
 
 
 def test_examples_are_generated_once_and_checked(make_grid, run_folder, tokenizer, monkeypatch):
-    generated, original = [], NeedleTask.example
+    generated, original = [], NeedleQueries.query
 
-    def example(task: NeedleTask, length: int, depth: float | None, sample: int) -> tuple[Example, Example]:
+    def query(task: NeedleQueries, length: int, depth: float | None, sample: int) -> tuple[Query, Query]:
         generated.append((length, depth, sample))
         return original(task, length, depth, sample)
 
-    monkeypatch.setattr(NeedleTask, "example", example)
+    monkeypatch.setattr(NeedleQueries, "query", query)
 
     def measure(**settings: Any) -> dict[str, Any]:
         """The cells of a model that has no results."""

@@ -8,27 +8,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from evaluations import RETRIEVAL
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.eval.retrieval import grid
-from tost_lm.eval.retrieval.grid import Scorer, Scores, model_scorer, score_cell
-from tost_lm.eval.retrieval.haystacks import PAIRS, listed
-from tost_lm.eval.retrieval.tasks import Example, Task
-from tost_lm.inference.protocol_names import NEEDLE, RETRIEVAL_TASKS
+from tost_lm.tasks import answers
+from tost_lm.tasks.answers import Scorer, Scores, model_scorer, score_cell
+from tost_lm.tasks.haystacks import PAIRS, listed
+from tost_lm.tasks.needle import NAME as NEEDLE
+from tost_lm.tasks.queries import Queries, Query
 
 
-def pairs(task: Task, length: int, depth: float | None, samples: int) -> list[tuple[Example, ...]]:
-    return [task.example(length, depth, sample) for sample in range(samples)]
+def pairs(task: Queries, length: int, depth: float | None, samples: int) -> list[tuple[Query, ...]]:
+    return [task.query(length, depth, sample) for sample in range(samples)]
 
 
-def long_enough(task: Task) -> int:
+def long_enough(task: Queries) -> int:
     return max(1500, task.needed(20) + 500)
 
 
 def copier(tokenizer: Tokenizer) -> Scorer:
     """A scorer that copies the answer from the text, if it is there."""
 
-    def score(examples: Sequence[Example], room: int) -> Scores:
+    def score(examples: Sequence[Query], room: int) -> Scores:
         written = [read_answer(tokenizer.decode(example.prompt.tolist())) for example in examples]
         options = [[tokenizer.decode(ids) for ids in example.options] for example in examples]
         nats = np.array([[float(option != text) for option in row] for text, row in zip(written, options, strict=True)])
@@ -72,14 +73,14 @@ def guesser(seed: int) -> Scorer:
     """A scorer that chooses a random option and writes the first one."""
     draws = np.random.default_rng(seed)
 
-    def score(examples: Sequence[Example], room: int) -> Scores:
+    def score(examples: Sequence[Query], room: int) -> Scores:
         nats = draws.normal(size=(len(examples), len(examples[0].options)))
         return Scores(nats, nats < -np.inf, [list(example.options[0]) for example in examples])
 
     return score
 
 
-@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
+@pytest.mark.parametrize("name", RETRIEVAL)
 def test_copying_is_right_with_the_needles_only(make_task, tokenizer, name):
     task = make_task(name)
     scores, rows = score_cell(task, tokenizer, copier(tokenizer), pairs(task, long_enough(task), task.depths[0], 5))
@@ -91,21 +92,20 @@ def test_copying_is_right_with_the_needles_only(make_task, tokenizer, name):
     assert ("choice_accuracy" in scores) == (name == NEEDLE)
 
 
-TIERS = {
-    "niah_single_3@own-words": pytest.mark.quick,
-    **dict.fromkeys((f"niah_{x}@own-words" for x in ("multikey_2", "multikey_3", "multivalue")), pytest.mark.slow),
-}
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=TIERS.get(name, ())) for name in RETRIEVAL_TASKS if name != NEEDLE]
+    "name",
+    [
+        pytest.param("niah_single_3@own-words", marks=pytest.mark.quick),
+        *(name for name in RETRIEVAL if name not in (NEEDLE, "niah_single_3@own-words")),
+    ],
 )
 def test_guesses_of_the_right_form_are_wrong(make_task, tokenizer, name):
     task, other = make_task(name), make_task(name, seed=1)
 
-    def guess(examples: Sequence[Example], room: int) -> Scores:
+    def guess(examples: Sequence[Query], room: int) -> Scores:
         """The answers to the questions of other texts."""
-        answers = [other.example(long_enough(task), None, number)[0].options[0] for number in range(len(examples))]
+        answers = [other.query(long_enough(task), None, number)[0].options[0] for number in range(len(examples))]
         return Scores(np.ones((len(examples), 1)), np.zeros((len(examples), 1), dtype=bool), [*map(list, answers)])
 
     scores, _ = score_cell(task, tokenizer, guess, pairs(task, long_enough(task), None, 20))
@@ -138,7 +138,7 @@ def test_chance_of_guesses_of_the_right_form(make_task, name, chance):
 def test_found_is_the_fraction_of_references_in_the_text(make_task, tokenizer):
     task = make_task("vt@own-words")
 
-    def half_right(examples: Sequence[Example], room: int) -> Scores:
+    def half_right(examples: Sequence[Query], room: int) -> Scores:
         texts = ["".join(listed([name.lower() for name in example.references[:3]])) for example in examples]
         generated = [tokenizer.encode(text) for text in texts]
         generated[0] = [*tokenizer.encode(" none"), tokenizer.eot, *generated[0]]
@@ -156,11 +156,11 @@ def test_found_is_the_fraction_of_references_in_the_text(make_task, tokenizer):
 def test_scores_of_a_model_equal_passes_over_all_tokens(make_task, make_model, tokenizer, monkeypatch, name, pattern):
     task, samples = make_task(name), 3
     length, vocab_size = task.needed(samples) + 20, tokenizer.vocab_size
-    monkeypatch.setattr(grid, "TILE_TOKENS", 50)
+    monkeypatch.setattr(answers, "TILE_TOKENS", 50)
     model = make_model(pattern, vocab_size=vocab_size + 6, max_positions=length).double()
     examples = []
     for sample in range(samples):
-        example, _ = task.example(length, task.depths[-1], sample)
+        example, _ = task.query(length, task.depths[-1], sample)
         # One more option, of another length in each example.
         examples.append(replace(example, options=(*example.options, example.options[0][:1] * (1 + 2 * sample))))
     scores = model_scorer(model, vocab_size)(examples, task.room)
@@ -179,10 +179,10 @@ def test_scores_of_a_model_equal_passes_over_all_tokens(make_task, make_model, t
 
 
 def test_texts_are_made_in_batches(make_task, tokenizer, monkeypatch):
-    monkeypatch.setattr(grid, "TOKENS_AT_ONCE", 450)
+    monkeypatch.setattr(answers, "TOKENS_AT_ONCE", 450)
     task, read = make_task(), []
 
-    def scorer(examples: Sequence[Example], room: int) -> Scores:
+    def scorer(examples: Sequence[Query], room: int) -> Scores:
         read.append(len(examples))
         return copier(tokenizer)(examples, room)
 
@@ -197,10 +197,10 @@ def test_exact_means_that_the_model_would_write_it(make_task, make_model, tokeni
     task = make_task("niah_single_1@own-words")
     length = task.needed(4) + 20
     model = make_model(vocab_size=tokenizer.vocab_size, max_positions=length).double()
-    asked = [task.example(length, None, sample)[0] for sample in range(4)]
+    asked = [task.query(length, None, sample)[0] for sample in range(4)]
     written = model_scorer(model, tokenizer.vocab_size)(asked, 5).generated
     own = [
-        Example(example.prompt, example.question, (), ((*ids,), (*ids[:-1], (ids[-1] + 1) % 300)), 0)
+        Query(example.prompt, example.question, (), ((*ids,), (*ids[:-1], (ids[-1] + 1) % 300)), 0)
         for example, ids in zip(asked, written, strict=True)
     ]
     assert model_scorer(model, tokenizer.vocab_size)(own, 1).top_share.tolist() == [[1, 0.8]] * 4

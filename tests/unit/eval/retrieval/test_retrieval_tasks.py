@@ -8,27 +8,19 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from evaluations import RETRIEVAL, RULER
 from shared_data import GPT2_BPE, skip_without_shared
 
-from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.eval.retrieval import find_text
-from tost_lm.eval.retrieval.grid import lengths_of
-from tost_lm.eval.retrieval.haystacks import NOISE, PAIRS, SENTENCE_ENDS, Text, listed, word_keys
-from tost_lm.eval.retrieval.needles import FORMS
-from tost_lm.eval.retrieval.tasks import Example, Task
-from tost_lm.eval.settings import RetrievalConfig
-from tost_lm.inference.protocol_names import (
-    NEEDLE,
-    OWN_WORDS,
-    QUESTIONS,
-    RETRIEVAL_TASKS,
-    VARIABLE_TRACKING,
-    WORD_LISTS,
-)
 from tost_lm.inference.subject import Subject
+from tost_lm.tasks.grid import find_text
+from tost_lm.tasks.haystacks import NOISE, PAIRS, SENTENCE_ENDS, Text, listed, word_keys
+from tost_lm.tasks.needle import NAME as NEEDLE
+from tost_lm.tasks.needle import NeedleConfig
+from tost_lm.tasks.queries import Queries, Query
+from tost_lm.tasks.registry import find_tasks
 
 SAMPLES = 3
 NUMBER, UUID = r"\d{7}", r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
@@ -51,18 +43,18 @@ def either(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Tokenizer:
     return gpt2_tokenizer(GPT2_BPE)
 
 
-def shortest(task: Task) -> int:
+def shortest(task: Queries) -> int:
     """The minimum length for the first examples."""
     return task.needed(20) + 1
 
 
-def examples(task: Task, length: int, samples: int = SAMPLES) -> Iterator[tuple[Example, ...]]:
+def examples(task: Queries, length: int, samples: int = SAMPLES) -> Iterator[tuple[Query, ...]]:
     for depth in task.depths:
         for sample in range(samples):
-            yield task.example(length, depth, sample)
+            yield task.query(length, depth, sample)
 
 
-def text_of(task: Task, example: Example, tokenizer: Tokenizer) -> str:
+def text_of(task: Queries, example: Query, tokenizer: Tokenizer) -> str:
     assert example.prompt[0] == tokenizer.eot
     return tokenizer.decode(example.prompt.tolist())
 
@@ -72,7 +64,7 @@ def secrets(text: str) -> list[tuple[str, str]]:
     return re.findall(r"The secret \w+ of (\S+) is (\S+)\.\n", text)
 
 
-@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
+@pytest.mark.parametrize("name", RETRIEVAL)
 def test_prompt_and_room_are_exactly_the_length(make_task, either, name):
     task = make_task(name, tokenizer=either)
     for length in (shortest(task), 1500):
@@ -84,7 +76,7 @@ def test_prompt_and_room_are_exactly_the_length(make_task, either, name):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
+@pytest.mark.parametrize("name", RETRIEVAL)
 def test_the_answer_is_in_the_text_and_not_in_the_control(make_task, either, name):
     task = make_task(name, tokenizer=either)
     for example, control in examples(task, max(1500, shortest(task))):
@@ -99,9 +91,10 @@ def test_the_answer_is_in_the_text_and_not_in_the_control(make_task, either, nam
         assert answer == "".join(listed(example.references))
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [name for name in RULER if name.startswith("niah_")])
 def test_numbers_of_distinct_keys_and_values(make_task, tokenizer, name):
-    task, form = make_task(name), FORMS[name]
+    task = make_task(name)
+    form = task.form
     for example, control in examples(task, 1500):
         pairs, left = (secrets(text_of(task, one, tokenizer)) for one in (example, control))
         asked = dict.fromkeys(key for key, value in pairs if value in example.references)
@@ -134,7 +127,7 @@ def test_the_order_of_values_in_the_answer(make_task, tokenizer):
 
 def test_haystacks_of_sentences_and_of_needles(make_task, tokenizer):
     noise = set(NOISE.splitlines(keepends=True))
-    for name in ("niah_single_1@own-words", VARIABLE_TRACKING):
+    for name in ("niah_single_1@own-words", "vt@own-words"):
         text = text_of(task := make_task(name), next(examples(task, 900))[0], tokenizer)
         _, *lines = re.sub(r" (The secret|VAR) .+\n", "", text).split("\nQuestion")[0].splitlines(keepends=True)[1:]
         assert set(lines[:-1]) <= noise
@@ -146,7 +139,7 @@ def test_haystacks_of_sentences_and_of_needles(make_task, tokenizer):
 
 
 def test_frequencies_of_words(make_task, tokenizer):
-    def times_of(example: Example) -> Counter[str]:
+    def times_of(example: Query) -> Counter[str]:
         text = text_of(task, example, tokenizer)
         return Counter(text.split("The list:")[1].split("\n")[0].split())
 
@@ -174,7 +167,7 @@ def test_the_needle_is_at_the_end_of_a_line_or_sentence_before_its_depth(make_ta
         assert depth is not None
         found = []
         for sample in range(6):
-            example, _ = task.example(300, depth, sample)
+            example, _ = task.query(300, depth, sample)
             text = text_of(task, example, tokenizer)
             before, after = text.split(f" {example.question} {example.references[0]}.\n")
             assert before == "" or before.endswith(("\n", *SENTENCE_ENDS))
@@ -193,7 +186,7 @@ def test_sentences_within_a_paragraph(make_task, tokenizer):
     task = make_task(depths=depths)
     task.text = text
     for depth in depths:
-        example, _ = task.example(600, depth, 0)
+        example, _ = task.query(600, depth, 0)
         decoded = tokenizer.decode(example.prompt.tolist())
         before, _ = decoded.split(f" {example.question} {example.references[0]}.\n")
         found = len(before) / len(decoded)
@@ -201,7 +194,7 @@ def test_sentences_within_a_paragraph(make_task, tokenizer):
         assert before == "" or before.endswith(SENTENCE_ENDS)
 
 
-def tokens_of(example: Example, tokenizer: Tokenizer, beginning: str) -> int:
+def tokens_of(example: Query, tokenizer: Tokenizer, beginning: str) -> int:
     """Number of tokens of the prompt's beginning, with EOT."""
     ids = example.prompt.tolist()
     return next(n for n in range(1, len(ids) + 1) if tokenizer.decode(ids[:n]) == beginning)
@@ -216,7 +209,7 @@ def test_several_needles_are_distributed_over_the_text(make_task, tokenizer):
     assert np.histogram(places, bins=4, range=(0, 1))[0].min() >= 8
 
 
-@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
+@pytest.mark.parametrize("name", RETRIEVAL)
 def test_examples_repeat_and_depend_on_the_seed(make_task, name):
     first, again, other = (list(examples(make_task(name, seed=seed), 1500)) for seed in (3, 3, 4))
     for one, same, unlike in zip(first, again, other, strict=True):
@@ -226,11 +219,11 @@ def test_examples_repeat_and_depend_on_the_seed(make_task, name):
         assert not np.array_equal(one[0].prompt, unlike[0].prompt)
 
 
-@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
+@pytest.mark.parametrize("name", RETRIEVAL)
 def test_an_example_does_not_depend_on_others(make_task, name):
     task, alone = make_task(name, depths=(0.25, 0.5)), make_task(name, depths=(0.5,))
     *_, (last, _) = [pair for length in (1500, 1200) for pair in examples(task, length)]
-    expected, _ = alone.example(1200, alone.depths[0], SAMPLES - 1)
+    expected, _ = alone.query(1200, alone.depths[0], SAMPLES - 1)
     assert np.array_equal(last.prompt, expected.prompt)
 
 
@@ -242,7 +235,7 @@ def test_the_text_of_a_length_does_not_depend_on_earlier_reads():
     assert len(read_before.for_length(50)) == 3206  # 458 arrays are the first with 64 · 50 ids
     assert np.array_equal(read_before.for_length(10), text().for_length(10))
     assert len(text().for_length(7000)) == 7000
-    with pytest.raises(DataError, match=r"the text has 7,000 tokens, too few for retrieval\.lengths 7,001; give a lon"):
+    with pytest.raises(DataError, match=r"the text has 7,000 tokens, too few for needle\.lengths 7,001; give a lon"):
         text().for_length(7001)
 
 
@@ -260,61 +253,56 @@ def test_lists_in_words():
 
 def test_default_lengths_are_those_that_fit(make_task):
     task = make_task()
-    assert lengths_of([], 3, task, Facts(256, 256)) == [64, 128, 256]
-    assert lengths_of([], 3, task, Facts(128, None)) == [64, 128]  # 32 is too short
-    assert lengths_of([300], 3, task, Facts(128, None)) == [300]
+    assert task.lengths(NeedleConfig(samples=3), Facts(256, 256)) == [64, 128, 256]
+    assert task.lengths(NeedleConfig(samples=3), Facts(128, None)) == [64, 128]  # 32 is too short
+    assert task.lengths(NeedleConfig(samples=3, lengths=[300]), Facts(128, None)) == [300]
 
 
-@pytest.mark.parametrize("name", RETRIEVAL_TASKS)
+@pytest.mark.parametrize("name", RETRIEVAL)
 def test_impossible_lengths_are_rejected(make_task, name):
     task = make_task(name)
     limit = max(1500, shortest(task))
-    with pytest.raises(
-        ConfigError, match=rf"retrieval\.lengths: {limit + 1} exceeds the model's positions \({limit}\)"
-    ):
-        lengths_of([limit, limit + 1], 3, task, Facts(limit, limit))
+    with pytest.raises(ConfigError, match=rf"needle\.lengths: {limit + 1} exceeds the model's positions \({limit}\)"):
+        task.lengths(NeedleConfig(samples=3, lengths=[limit, limit + 1]), Facts(limit, limit))
     with pytest.raises(ConfigError, match=rf"{re.escape(name)}, .* take {task.needed(3)}; raise it$"):
-        lengths_of([task.needed(3)], 3, task, Facts(1500, None))
+        task.lengths(NeedleConfig(samples=3, lengths=[task.needed(3)]), Facts(1500, None))
     if task.text:
         with pytest.raises(DataError, match="the text has"):
-            lengths_of([100_000], 3, task, Facts(1500, None))
+            task.lengths(NeedleConfig(samples=3, lengths=[100_000]), Facts(1500, None))
 
 
 def test_unknown_tasks_are_rejected_with_a_list():
-    with pytest.raises(
-        ConfigError, match=rf"'niah' is not a task; choose from needle, ruler, {NEEDLE}, .*{QUESTIONS[1]}$"
-    ):
-        validate(RetrievalConfig, {"retrieval": {"tasks": ["niah"]}}, "test")
-    assert len(OWN_WORDS) == len(set(OWN_WORDS)) == 13
-    assert {*FORMS, VARIABLE_TRACKING, *WORD_LISTS, *QUESTIONS} == set(OWN_WORDS)
+    with pytest.raises(ConfigError, match=rf"'niah' is not a task; choose from zero-shot, needle, .*, {NEEDLE}, .*"):
+        find_tasks(["niah"])
+    assert len(RULER) == len(set(RULER)) == 13
 
 
 def test_groups_of_tasks_have_a_name():
     def tasks(*names: str) -> list[str]:
-        return validate(RetrievalConfig, {"retrieval": {"tasks": names}}, "test").retrieval.tasks
+        return [task.name for _, task in find_tasks(names)]
 
     assert tasks("needle") == [NEEDLE]
-    assert tasks(OWN_WORDS[1], "ruler", "needle", NEEDLE) == [OWN_WORDS[1], OWN_WORDS[0], *OWN_WORDS[2:], NEEDLE]
+    assert tasks(RULER[1], "ruler", "needle", NEEDLE) == [RULER[1], RULER[0], *RULER[2:], NEEDLE]
 
 
 def test_the_text_is_a_file_the_held_out_documents_or_pythons_documentation(run_folder, tokenizer, shards, tmp_path):
     subject = Subject.find(run_folder)
     file = tmp_path / "book.txt"
     file.write_text("A line of the book.\n" * 100)
-    of_file = find_text(file, "", subject)
+    of_file = find_text(file, "", subject, "needle")
     assert tokenizer.decode(of_file.for_length(100).tolist()).startswith("A line of the book.\nA line")
     assert of_file.facts["text"] == str(file)
 
-    held_out = find_text(None, "", subject)
+    held_out = find_text(None, "", subject, "needle")
     first = tokenizer.decode(next(shards.documents("valid")).tolist())
     assert tokenizer.decode(held_out.for_length(100).tolist()).startswith(f"{first}\n\nPage ")
     assert held_out.shards is not None
     assert held_out.shards.fingerprint == shards.fingerprint
 
     export = Subject(subject.checkpoint, subject.checkpoint)
-    embedded, again = (find_text(None, "", export) for _ in range(2))
+    embedded, again = (find_text(None, "", export, "needle") for _ in range(2))
     assert np.array_equal(embedded.for_length(100), again.for_length(100))
     assert embedded.facts == again.facts
 
-    with pytest.raises(DataError, match=r"retrieval\.haystack .*nowhere: no such file"):
-        find_text(tmp_path / "nowhere", "", subject)
+    with pytest.raises(DataError, match=r"needle\.haystack .*nowhere: no such file"):
+        find_text(tmp_path / "nowhere", "", subject, "needle")

@@ -1,77 +1,14 @@
-"""Tiles chained by state, packed documents and padding equal one call; single tokens do not drift."""
-
-from typing import get_args
+"""Padding, inference mode and float32 sums after a long past. `test_layers_conform.py` has tiles and documents."""
 
 import pytest
 import torch
-from agreement import Call, documents, draw_call
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from random_calls import calls
-from torch import Tensor
+from agreement import draw_call
 
 from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
-from tost_lm.mixers.tssa.naive import Membership, TssaState
+from tost_lm.mixers.tssa.naive import TssaState
 from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, assert_close
 
-MEMBERSHIPS = get_args(Membership)
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("chunks_of_32_tokens")]
-
-
-def gradients(call: Call, f) -> list[Tensor]:
-    """Outputs of `f(w, temp, bias, state) -> (y, state)`, and the gradients of all inputs."""
-    leaves = [x.detach().requires_grad_() for x in (call.w, call.temp, call.bias, *call.state[:3])]
-    w, temp, bias, energy, weighted, mass = leaves
-    y, final = f(w, temp, bias, TssaState(energy, weighted, mass, call.state.count))
-    outputs = (y, *final[:3])
-    return [*outputs, *torch.autograd.grad(outputs, leaves, call.d_outputs, materialize_grads=True)]
-
-
-def assert_all_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a - b).abs().max() <= 1e-12 * b.abs().max().clamp_min(1)
-
-
-def whole(call: Call):
-    return lambda w, temp, bias, state: causal_tssa(
-        w, temp, bias, membership=call.membership, initial_state=state, output_final_state=True,
-        cu_seqlens=call.cu_seqlens,
-    )  # fmt: skip
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.sampled_from(MEMBERSHIPS), st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
-def test_tiles_chained_by_state_equal_one_call(tiles: list[int], membership: Membership, seed: int):
-    call = draw_call(seed, (sum(tiles),) * 2, 3, 5, membership, packed=False)
-
-    def tile_by_tile(w, temp, bias, state):
-        ys = []
-        for w_tile, bias_tile in zip(w.split(tiles, 1), bias.split(tiles, 1), strict=True):
-            y, state = causal_tssa(
-                w_tile, temp, bias_tile, membership=membership, initial_state=state, output_final_state=True
-            )
-            ys.append(y)
-        return torch.cat(ys, 1), state
-
-    assert_all_close(gradients(call, tile_by_tile), gradients(call, whole(call)))
-
-
-@given(calls().filter(lambda call: call.cu_seqlens is not None))
-@settings(max_examples=30, deadline=None)
-def test_packed_documents_equal_separate_documents(call: Call):
-    def one_by_one(w, temp, bias, state):
-        ys, states = [], []
-        for n, tokens in enumerate(documents(call)):
-            row = TssaState(*(x[n : n + 1] for x in state))
-            y, after = causal_tssa(
-                w[:, tokens], temp, bias[:, tokens], membership=call.membership, initial_state=row,
-                output_final_state=True,
-            )  # fmt: skip
-            ys.append(y)
-            states.append(after)
-        return torch.cat(ys, 1), TssaState(*(torch.cat(x) for x in zip(*states, strict=True)))
-
-    assert_all_close(gradients(call, one_by_one), gradients(call, whole(call)))
 
 
 def test_single_tokens_do_not_drift_after_a_long_past():

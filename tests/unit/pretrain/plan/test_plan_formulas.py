@@ -312,12 +312,14 @@ def test_a_batch_that_ranks_cannot_divide_names_settings_that_they_can():
         ),
     ],
 )
-def test_overrides_that_change_the_tokens_come_with_one_that_keeps_them(words: str, problem: str):
-    assert changed_tokens(DELTA, planned(DELTA, words)) == problem
+def test_overrides_that_change_the_tokens_come_with_one_that_keeps_them(tmp_path: Path, words: str, problem: str):
+    in_steps = tmp_path / "steps.toml"
+    in_steps.write_text(DELTA.read_text().replace("\ntokens = 7_423_918_080", "\nsteps = 14160"))
+    assert changed_tokens(in_steps, planned(in_steps, words)) == problem
     fix = problem.split("; set ")[1].split()[0]
-    kept = planned(DELTA, words, fix)
-    assert kept.train.steps * kept.batch_tokens == 7_423_918_080
-    assert changed_tokens(DELTA, kept) is None
+    for kept in (planned(in_steps, words, fix), planned(DELTA, words)):
+        assert kept.train.steps * kept.batch_tokens == 7_423_918_080
+        assert changed_tokens(in_steps, kept) is None
 
 
 def test_a_number_of_tokens_that_was_chosen_is_no_change(tmp_path: Path):

@@ -1,0 +1,125 @@
+"""Tasks of a user: test sets that a TOML file describes, and a Python file that is run only if it is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+from programs import refusal, run, snapshot
+
+from tost_lm.files import sha256_bytes
+
+SUITE = """
+tasks = ["laws", "exam"]
+[documents.laws]
+file = "laws.jsonl"
+text = "body"
+[choices.exam]
+file = "exam.jsonl"
+question = "q"
+"""
+OWN = """
+from pathlib import Path
+import numpy as np
+from tost_lm.inference.requests import Request
+from tost_lm.tasks.data_sets import SetFile
+from tost_lm.tasks.own import register
+from tost_lm.tasks.scored import Example, ScoredTask, accuracy_of
+from tost_lm.tasks.task import Family
+
+class Ends(ScoredTask):
+    name, about, headline = "ends@mine", "whether a line goes on with an end of text", "accuracy"
+
+    def __init__(self):
+        pass
+
+    def find_file(self, given, section="sets"):
+        return SetFile(Path("laws.jsonl"), "0", None)
+
+    def examples(self, path, tokenizer, window):
+        ids = np.array(tokenizer.encode(path.read_text().split("\\n")[0])[:window])
+        return [Example((Request(ids, np.array([tokenizer.eot])),), {})] * 3
+
+    def row(self, example, scores):
+        return {"right": bool(scores.is_greedy[0]), "nats": float(scores.nats[0])}
+
+    def totals(self, rows):
+        return accuracy_of(rows)
+
+Path("marker").touch()
+register(Family("mine", [Ends()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs/tiny, a suite of own test sets, and the file of an own task."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "out").symlink_to(prepared / "out")
+    run("tost train", prepared / "run.toml", "train.steps=2", cwd=folder)
+    documents = [{"body": "some words of a law"}, {"body": "another text " * 30}]
+    questions = [
+        {"q": "Which?", "choices": ["a word", "words"], "answer": "words"},
+        {"q": "What?", "choices": ["a", "b", "c"], "answer": 0},
+    ]
+    for name, rows in (("laws", documents), ("exam", questions)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "suite.toml").write_text(SUITE)
+    (folder / "mine.py").write_text(OWN)
+    return folder
+
+
+def results(folder: Path, task: str) -> dict:
+    return json.loads((folder / f"runs/tiny/eval/{task}/results.json").read_text())
+
+
+def test_a_toml_file_describes_documents_and_multiple_choice(trained: Path):
+    run("tost eval", "runs/tiny", "suite.toml", cwd=trained)
+    laws, exam = results(trained, "laws@documents")["model"], results(trained, "exam@choices")["model"]
+    text = [json.loads(line)["body"] for line in (trained / "laws.jsonl").read_text().splitlines()]
+    assert (laws["examples"], laws["bytes"]) == (2, sum(len(one.encode()) for one in text))
+    assert laws["bits_per_byte_standard_error"] > 0
+    assert (exam["examples"], exam["chance"]) == (2, pytest.approx((1 / 2 + 1 / 3) / 2))
+    assert "| laws@documents | bits per byte | " in (trained / "runs/tiny/eval/suite.md").read_text()
+    run("tost report", "runs/tiny", cwd=trained)
+    assert "| exam@choices | accuracy | " in (trained / "runs/tiny/report.md").read_text()
+
+
+def test_a_file_that_is_named_is_run_and_identifies_its_results(trained: Path):
+    run("tost eval", "runs/tiny", "mine.py", cwd=trained)
+    assert (trained / "marker").exists()
+    assert results(trained, "ends@mine")["model"]["examples"] == 3
+    assert results(trained, "ends@mine")["identity"]["task_sha256"] == sha256_bytes(OWN.encode())
+    (trained / "marker").unlink()
+    assert "reusing" in run("tost eval", "runs/tiny", "mine.py", cwd=trained)
+    (trained / "marker").unlink()
+    run("tost report", "runs/tiny", cwd=trained)
+    run("tost compare", "runs/tiny", cwd=trained)
+    assert not (trained / "marker").exists()
+    (trained / "mine.py").write_text(OWN + "# changed\n")
+    assert "another task_sha256" in run("tost eval", "runs/tiny", "mine.py", cwd=trained)
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "problem"),
+    [
+        ("", ["own.py"], "own.py: registers no family; call tost_lm.tasks.own.register in it"),
+        ("\n1 / 0", ["own.py"], "own.py: ZeroDivisionError: division by zero (line 2); correct the file"),
+        (OWN.replace('"mine"', '"needle"'), ["own.py"], "own.py: the name needle is taken; choose another one"),
+        ("", ["nowhere.py"], "nowhere.py: cannot be read: No such file or directory; name a Python file"),
+        ("", ["a", "documents.a.file=nowhere"], "documents.a.file nowhere: no such file; give JSON lines"),
+        ("", ["a", "documents.a.file=exam.jsonl"], 'exam.jsonl, line 1: no text under "text"; name its field'),
+        (
+            "",
+            ["a", "choices.a.file=laws.jsonl"],
+            'line 1: no text under "question" with a list',
+        ),
+        ("", ["a", "documents.b.file=laws.jsonl"], "'a' is not a task"),
+    ],
+)
+def test_mistakes_are_one_line(trained: Path, file: str, words: list[str], problem: str):
+    (trained / "own.py").write_text(file)
+    before = snapshot(trained / "runs")
+    output = refusal("tost eval", "runs/tiny", *words, cwd=trained)
+    assert problem in output
+    assert "\n" not in output
+    assert snapshot(trained / "runs") == before

@@ -1,0 +1,73 @@
+"""Measure a model by tasks: test sets, held-out text, retrieval, use of the context, loss by position, any text file.
+
+    tost eval runs/demo heldout
+    tost eval runs/base wikitext2@hf-stride1024 lambada_openai@lm-eval sets.wikitext2=wiki.test.raw
+    tost eval runs/long needle ruler context needle.samples=100 'needle.lengths=[1024, 4096, 16384]' launch.ranks=4
+    tost eval runs/long text text.file=book.txt
+    tost eval runs/base suite launch.ranks=8 sets.wikitext2=wiki.test.raw
+
+RUN is a run, a step folder, an export, a folder of a Hugging Face model or hub:NAME. TASK is the name of a task, of a
+family (all its tasks) or of a group, as `tost tasks` lists them, or one suite: a TOML file (or recipe) with `tasks` and
+settings. All settings, test sets and texts are checked before anything is measured.
+
+Writes eval/TASK/results.json: the totals with standard errors, control and chance; tasks on test sets also rows.jsonl
+(a line per example). Valid results for the same checkpoint, text and settings are reused, and the same command resumes:
+each cell of retrieval and context is a file, and the position in a text is saved. A suite also writes eval/suite.md and
+suite.html: all its results in one table, with published results and whether they are comparable. On more than tensor ×
+sequence ranks, copies of the model share the work.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tost_lm.config import run_program
+from tost_lm.errors import TostError
+from tost_lm.inference.settings import RanksConfig
+from tost_lm.parallel.graceful_stop import terminable
+from tost_lm.parallel.launch import ranks_of_launch, start_ranks
+from tost_lm.tasks.settings import EvalConfig, tasks_of
+from tost_lm.tasks.task import Family, Task
+
+
+def main(paths: list[Path], config: Any) -> None:
+    from tost_lm.inference.hugging_face import find_subject
+    from tost_lm.inference.ranks import joined_ranks
+    from tost_lm.page import require_packages
+    from tost_lm.tasks.task import Evaluation, evaluate
+
+    path, *suite = paths
+    if suite:
+        require_packages()
+    tasks = tasks_of(config)
+    size = ranks_of_launch(config.parallel.model_ranks, config.launch)
+    start_ranks("eval", size)
+    with joined_ranks(layout(config.parallel, tasks, size), copies=True, graceful_stop=True) as ranks:
+        evaluation = Evaluation(find_subject(path), ranks, config)
+        finish = evaluate(evaluation, tasks)
+    if ranks.rank > 0:
+        return
+    failed = finish()
+    if suite:
+        from tost_lm.eval.suite import write_suite
+
+        page = write_suite(evaluation.subject, tasks, failed)
+        print(f"wrote {page.with_suffix('.md')} and {page.name}")
+    if failed:
+        raise TostError("\n".join(f"{name}: {error}" for name, error in failed.items()))
+
+
+def layout(parallel: RanksConfig, tasks: Sequence[tuple[Family, Task]], size: int) -> RanksConfig:
+    """The layout of so many ranks: those of tasks that read one text are sequence ranks, unless parallel.sequence is
+    set."""
+    if "sequence" in parallel.model_fields_set or not all(task.reads_one_stream for _, task in tasks):
+        return parallel
+    return parallel.model_copy(update={"sequence": max(1, size // parallel.tensor)})
+
+
+def run() -> NoReturn:
+    run_program(terminable(main), name="tost eval", doc=__doc__ or "", positional="RUN TASK…", config=EvalConfig)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,279 @@
+"""Files of a report: report.md, report.html, and each figure as PNG, PDF and CSV, some also as a LaTeX table.
+
+The same data gives the same bytes. matplotlib belongs to the extra `report`, so it is imported on first use. Figures
+are also logged to wandb on request, each as an image and its data as a table.
+"""
+
+import base64
+import csv
+import io
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tost_lm.errors import ConfigError, install_hint
+from tost_lm.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LIGHT, DARK, CONTRAST = "#8fb4d9", "#0b3c6f", "#c77700"
+LIGHT_ABOVE = 55  # light colours need black text
+POSITION = "position in the document (tokens, end of the bin)"
+LATEX = {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "±": r"$\pm$",
+    "<": "$<$", ">": "$>$",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure and its data."""
+
+    drawing: "Figure"
+    header: Sequence[str]
+    """Column names, each with the unit in parentheses."""
+    rows: Sequence[Sequence[Any]]
+    latex: str = ""
+    """A LaTeX table of the data; empty if there is none."""
+
+    def files(self) -> dict[str, bytes]:
+        """Content of the files by extension."""
+        files = {
+            "png": self._drawn("png", dpi=130, metadata={"Software": None}),
+            "pdf": self._drawn("pdf", metadata={"CreationDate": None}),
+            "csv": self.table().encode(),
+        }
+        return files | ({"tex": self.latex.encode()} if self.latex else {})
+
+    def table(self) -> str:
+        """The data as CSV."""
+        lines = io.StringIO()
+        csv.writer(lines, lineterminator="\n").writerows([self.header, *self.rows])
+        return lines.getvalue()
+
+    def _drawn(self, kind: str, **options: Any) -> bytes:
+        file = io.BytesIO()
+        self.drawing.savefig(file, format=kind, **options)
+        return file.getvalue()
+
+
+def new_figure(width: float, height: float) -> "tuple[Figure, Axes]":
+    """A figure with one pair of axes; sizes in inches."""
+    figure, (axes,) = new_panels(width, height, 1)
+    return figure, axes
+
+
+def new_panels(width: float, height: float, columns: int, rows: int = 1, **shared: Any) -> "tuple[Figure, list[Axes]]":
+    """A figure with several pairs of axes, row by row; sizes in inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **shared).ravel())
+
+
+def shade(fraction: float, colours: str = "cividis") -> Any:
+    """A colour of one of matplotlib's colour maps."""
+    from matplotlib import colormaps
+
+    return colormaps[colours](fraction)
+
+
+def line_data(x: str, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> dict[str, Any]:
+    """Header and rows of a Chart for lines (xs, ys) by name: one row for each x, empty where a line lacks it."""
+    columns = [dict(zip(xs, ys, strict=True)) for xs, ys in lines.values()]
+    rows = [[at, *[column.get(at, "") for column in columns]] for at in sorted(set().union(*columns))]
+    return {"header": [x, *lines], "rows": rows}
+
+
+def column(rows: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
+    """One field of all rows [N], float64; NaN where it is null or missing."""
+    return np.array([row.get(key) for row in rows], dtype=float)
+
+
+def marker(points: int) -> str:
+    """Dots for few points, so that a single point is visible."""
+    return "." if points <= 50 else ""
+
+
+def step_axis(axes: Any, intervals: int = 9) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(intervals, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("training step")
+    axes.grid(alpha=0.3)
+
+
+def position_axis(axes: Any, label: str) -> None:
+    """A log axis for bins of positions or distances whose lengths double."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel(label)
+    axes.grid(alpha=0.3)
+
+
+def log_value_axis(axes: Any) -> None:
+    """A log axis for values that are already drawn, with plain numbers as tick labels."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(5))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def draw_heatmap(axes: Any, percent_RL: np.ndarray, lengths: Sequence[int], names: Sequence[str]) -> Any:
+    """Rows by length; NaN stays white. Returns the image for its colour bar."""
+    # cividis has even lightness and is safe for red-green colour blindness.
+    image = axes.imshow(percent_RL, cmap="cividis", vmin=0, vmax=100, aspect="auto")
+    for (row, i), value in np.ndenumerate(percent_RL):
+        if np.isfinite(value):
+            colour = "black" if value > LIGHT_ABOVE else "white"
+            axes.text(i, row, f"{value:.0f}", ha="center", va="center", color=colour)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("length (tokens)")
+    return image
+
+
+def tabular(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A tabular of plain text: the first column aligned left, the others right."""
+    lines = [" & ".join(map(_escape_latex, row)) + r" \\" for row in (header, *rows)]
+    columns = "l" + "r" * (len(header) - 1)
+    return "\n".join([rf"\begin{{tabular}}{{{columns}}}", lines[0], r"\hline", *lines[1:], r"\end{tabular}", ""])
+
+
+def _escape_latex(text: str) -> str:
+    """Plain text as LaTeX."""
+    return re.sub("|".join(map(re.escape, LATEX)), lambda found: LATEX[found[0]], text)
+
+
+STYLE = """
+body { max-width: 70rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.55 system-ui, sans-serif; color: #1b1b1b;
+       background: #fff; }
+h1, h2 { line-height: 1.25; } h2 { margin-top: 2.2rem; border-bottom: 1px solid #ddd; padding-bottom: .2rem; }
+p, pre, blockquote { max-width: 52rem; }
+table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
+th, td { border: 1px solid #ccc; padding: .3rem .7rem; text-align: left; vertical-align: top; white-space: nowrap; }
+th, td[style*="left"] { white-space: normal; }
+th span, td span { white-space: nowrap; }
+td[style*="left"] { min-width: 16rem; }
+th { background: #f3f5f7; vertical-align: bottom; }
+pre { background: #f6f8fa; padding: .8rem; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
+img { max-width: 100%; height: auto; }
+blockquote { margin: 1rem 0; padding: .1rem 1rem; border-left: 4px solid #c77700; background: #fff7e8; }
+"""
+CELL = re.compile(r"(?<=>)[^<]*(?=</t[dh]>)")
+UNBROKEN = re.compile(r"\S+ ± \S+|\S*[-/]\S*")
+"""In a cell, browsers would otherwise break a line after the hyphens and slashes of these words."""
+
+
+class Page:
+    """Title and figures of a report; `figures` is their folder relative to the page."""
+
+    def __init__(self, title: str, figures: str):
+        self.title, self.figures = title, figures
+        self.charts: dict[str, Chart] = {}
+
+    def add_figure(self, name: str, chart: Chart, alt_text: str) -> str:
+        """Keep a figure and return the Markdown that shows it."""
+        self.charts[f"{self.figures}/{name}"] = chart
+        return f"![{alt_text}]({self.figures}/{name}.png)"
+
+    def figure_files(self) -> str:
+        """A sentence about the files of the figures so far; empty if there are none."""
+        if not self.charts:
+            return ""
+        latex = ", and some as LaTeX tables" if any(chart.latex for chart in self.charts.values()) else ""
+        return f"Figures are in `{self.figures}/` as PNG and PDF, their data as CSV{latex}."
+
+    def write(self, folder: Path, sections: Iterable[str]) -> Path:
+        """Write all files into `folder` once all sections are complete. Returns the path of report.html."""
+        markdown = to_markdown(sections)
+        pictures = {}
+        for name, chart in self.charts.items():
+            files = chart.files()
+            pictures[f"{name}.png"] = files["png"]
+            for ending, data in files.items():
+                write_atomically(folder / f"{name}.{ending}", data)
+        write_atomically(folder / "report.md", markdown)
+        write_atomically(folder / "report.html", to_html(markdown, pictures, self.title))
+        return folder / "report.html"
+
+
+def to_markdown(sections: Iterable[str]) -> str:
+    """The sections as one text, without empty ones."""
+    return "\n\n".join(section.strip() for section in sections if section) + "\n"
+
+
+def to_html(markdown: str, pictures: dict[str, bytes], title: str) -> str:
+    """One self-contained page; `pictures` are the PNG data of its images by their path in the text."""
+    from markdown_it import MarkdownIt
+
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
+    body = CELL.sub(lambda cell: UNBROKEN.sub(r"<span>\g<0></span>", cell[0]), body)
+    for name, png in pictures.items():
+        # Text has its quotation marks escaped, so only tags match.
+        body = body.replace(f'src="{name}"', f'src="data:image/png;base64,{base64.b64encode(png).decode()}"')
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}</body>\n</html>\n"
+    )
+
+
+def require_packages() -> None:
+    """Raises ConfigError that names a package of reports that is not installed."""
+    for package in ("markdown_it", "matplotlib"):
+        if not find_spec(package):
+            raise ConfigError(f"the report needs a package: {package}; {install_hint('report')}")
+
+
+def log_to_wandb(name: str, folder: Path, charts: Mapping[str, Chart]) -> None:
+    """Log to a separate wandb run in the group `name`, below `folder`; offline unless WANDB_MODE is set.
+
+    Raises:
+        ConfigError: wandb is not installed or does not start in the mode of WANDB_MODE.
+    """
+    if not find_spec("wandb"):
+        raise ConfigError("report.wandb needs a package: wandb; run pip install wandb")
+    import wandb
+    from PIL import Image
+
+    mode = os.environ.get("WANDB_MODE", "offline")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        run = wandb.init(
+            project="tost_lm",
+            name=f"{name} report",
+            group=name,
+            job_type="report",
+            dir=folder,
+            mode=mode,  # pyright: ignore[reportArgumentType]
+            # The metadata would contain the command line and the repository's address.
+            settings=wandb.Settings(silent=True, console="off", x_disable_meta=True, disable_git=True),
+        )
+    except (wandb.Error, ValueError) as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"WANDB_MODE={mode}: {why}; set WANDB_MODE to offline or disabled") from None
+    shown: dict[str, Any] = {}
+    for path, chart in charts.items():
+        figure = Path(path).name
+        shown[figure] = wandb.Image(Image.open(io.BytesIO(chart.files()["png"])))
+        # wandb needs one type per column.
+        cells: Any = [["" if cell is None else str(cell) for cell in row] for row in chart.rows]
+        shown[f"{figure}_table"] = wandb.Table(columns=list(chart.header), data=cells)
+    run.log(shown)
+    run.finish()
+    wandb.teardown()  # otherwise child processes look for its service

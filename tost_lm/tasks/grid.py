@@ -1,0 +1,327 @@
+"""The cells of a task. Each is a file of its own, so that an interrupted evaluation resumes:
+
+    eval/TASK/cells/length_00001024_depth_0.50.json    scores and examples; no depth if it is drawn
+    eval/TASK/results.json                             scores of all cells
+
+A cell is measured again when its checkpoint, text, seed or number of samples has changed. It does not depend on the
+other cells.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.errors import ConfigError
+from tost_lm.files import sha256_bytes
+from tost_lm.inference.ranks import Ranks
+from tost_lm.inference.subject import Subject, read_result_file, write_result_file
+from tost_lm.markdown import format_chance, format_result, with_error
+from tost_lm.tasks.haystacks import Text
+from tost_lm.tasks.queries import GridConfig, Queries, StoredQueries, stored_queries
+from tost_lm.tasks.table import OWN_SENTENCES, OWN_TEXT, TableRow, in_words, shown_result
+from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
+
+if TYPE_CHECKING:
+    from tost_lm.inference.generation import LanguageModel
+    from tost_lm.tasks.answers import Scorer
+
+ACCURACIES = {"choice_accuracy": "choice", "found_share": "found", "token_accuracy": "tokens"}
+"""Scores by precedence, and their names in print: a task's accuracy is the first that it has."""
+FEW_EXAMPLES = 25
+"""With fewer the standard error of an accuracy may exceed 10 %."""
+
+
+NOT_SCORES = ("protocol", "identity", "seconds", "samples_xxh3", "examples")
+"""Keys of a cell's file that are no scores."""
+
+
+class Cell(NamedTuple):
+    """A place in a task's grid."""
+
+    length: int
+    depth: float | None
+
+    @property
+    def name(self) -> str:
+        """Name of the cell's files."""
+        if self.depth is None:
+            return f"length_{self.length:08d}"
+        depth = f"{self.depth:.2f}" if round(self.depth, 2) == self.depth else f"{self.depth!r}"
+        return f"length_{self.length:08d}_depth_{depth}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What queries are made from."""
+
+    settings: Any
+    """A GridConfig."""
+    tokenizer: Tokenizer
+    find_text: Callable[[], Text]
+
+    @cached_property
+    def text(self) -> Text:
+        """The text of haystacks, found on first use."""
+        return self.find_text()
+
+
+class GridTask(Task):
+    """A task with cells, whose queries have exact lengths and controls."""
+
+    has_lengths = True
+
+    def __init__(
+        self,
+        name: str,
+        about: str,
+        make: Callable[[str, Source], Queries],
+        scores: Sequence[str] = ("found_share",),
+        column: tuple[str, str] | None = None,
+        counted: str = "",
+        has_gain: bool = False,
+        is_own_text: bool = False,
+    ):
+        """
+        Args:
+            make: returns its queries, given its name. Raises TostError if there is no text for them.
+            scores: keys of the scores in tables; the first is the headline.
+            counted: what tables have beside the length, a key of `Queries.facts`.
+            has_gain: whether tables have the gain over the control, in nats per token.
+            is_own_text: whether the queries are made of the user's text, not of sentences of our own.
+        """
+        self.name, self.about, self.make, self.scores, self.column = name, about, make, scores, column
+        self.headline, self.counted, self.has_gain, self.is_own_text = scores[0], counted, has_gain, is_own_text
+
+    def open(self, evaluation: Evaluation, family: Family) -> Measurement:
+        settings = family.settings_in(evaluation.config)
+        text = partial(find_text, settings.haystack, evaluation.config.heldout.shards, evaluation.subject, family.name)
+        queries = self.make(self.name, Source(settings, evaluation.tokenizer, text))
+        identity = identity_of(queries, queries.identity(settings), evaluation.subject) | family.identity
+        measure = partial(self._measure, evaluation, settings, queries, identity)
+        return Measurement(identity, measure, partial(queries.lengths, settings))
+
+    def _measure(self, evaluation: Evaluation, settings: GridConfig, queries: Queries, identity: Row) -> Row:
+        from tost_lm.tasks.answers import model_scorer
+
+        model, ranks, tokenizer = evaluation.model, evaluation.ranks, evaluation.tokenizer
+        lengths = queries.lengths(settings, model.config)
+        grid = Grid(queries, identity, evaluation.subject, lengths, settings.samples_folder)
+        grid.measure(ranks, model_scorer(model, tokenizer.vocab_size, ranks), tokenizer)
+        if (fewest := grid.samples * len(queries.depths)) < FEW_EXAMPLES:
+            evaluation.notes[
+                f"warning: with {fewest} examples of a length, the standard error of an accuracy is up to "
+                f"{0.5 / fewest**0.5:.0%}; raise {settings.section}.samples"
+            ] = None
+        return {"pattern": model.config.pattern, "chance": queries.chance, "cells": grid.results()}
+
+    def in_training(self, training: Training, family: Family) -> MeasuredInTraining:
+        settings, tokenizer = family.settings_in(training.config), training.tokenizer
+
+        def text() -> Text:
+            if settings.haystack:
+                return Text.of_file(settings.haystack, tokenizer, family.name)
+            return Text.of_shards(training.shards, tokenizer, family.name)
+
+        queries = self.make(self.name, Source(settings, tokenizer, text))
+        places = [(length, d) for length in queries.lengths(settings, training.model) for d in queries.depths]
+        identity = queries.identity(settings) | {"places": places, **(queries.text.facts if queries.text else {})}
+        if queries.text and queries.text.shards:
+            identity["shards"] = queries.text.shards.fingerprint
+
+        def measure(model: "LanguageModel", ranks: Ranks) -> Row:
+            from tost_lm.tasks.answers import model_scorer, score_cell
+
+            scorer, cells = model_scorer(model, tokenizer.vocab_size, ranks), []
+            for length, depth in places:
+                sets = [queries.query(length, depth, sample) for sample in range(settings.samples)]
+                scores, _ = score_cell(queries, tokenizer, scorer, sets)
+                cells.append({"length": length, "samples": settings.samples, **scores})
+            keys = self.headline, f"control_{self.headline}"
+            by_length = {f"{self.headline}_at_{length}": score for length, (score, _) in self._means(cells).items()}
+            return over_cells(cells, keys) | by_length
+
+        return MeasuredInTraining(sha256_bytes(json.dumps(identity).encode()), measure)
+
+    def table_rows(self, results: Row) -> Iterator[TableRow]:
+        """A line for each length over all depths, and one for the gain over its control."""
+        for length, cells in cells_by_length(results).items():
+            place = f"{length:,}" + (f" ({self.counted} {cells[0][self.counted]:,})" if self.counted else "")
+            keys = (self.headline, f"control_{self.headline}")
+            cell = over_cells(cells, keys) if len(cells) > 1 else cells[0]
+            reference = f"chance {results['chance']:.2%}, control {format_result(keys[1], cell)}"
+            yield self._table_row(self.headline, in_words(self.headline), cell, reference, place)
+            if self.has_gain:
+                yield self._table_row("gain_over_control", "gain over control (nats per token)", cell, "–", place)
+
+    def _table_row(self, key: str, metric: str, cell: Mapping[str, Any], reference: str, place: str) -> TableRow:
+        samples, why_not = cell["samples"], OWN_TEXT if self.is_own_text else OWN_SENTENCES
+        result = shown_result(key, cell, samples)
+        return TableRow(self.name, metric, result, reference, f"{samples:,}", place, comparable=why_not)
+
+    def cited(self, results: Row) -> float:
+        return mean_score(results["cells"], self.headline)
+
+    def by_length(self, results: Row) -> dict[int, tuple[float, float]]:
+        return self._means(results["cells"])
+
+    def _means(self, cells: Sequence[Row]) -> dict[int, tuple[float, float]]:
+        keys = self.headline, f"control_{self.headline}"
+        return {
+            length: (mean_score(own, keys[0]), mean_score(own, keys[1]))
+            for length, own in cells_by_length({"cells": cells}).items()
+        }
+
+
+def find_text(file: Path | None, shards: str, subject: Subject, section: str) -> Text:
+    """The text in `file`, else the held-out documents, else Python's documentation. The tokenizer may lose text of it.
+
+    Args:
+        shards: as in `Subject.open_shards`.
+        section: of the settings, for errors.
+
+    Raises:
+        DataError: the file is missing, empty or not UTF-8, or as in `Subject.open_shards`.
+        ConfigError: as in `Subject.open_shards`.
+    """
+    tokenizer = subject.tokenizer()
+    if file is not None:
+        return Text.of_file(file, tokenizer, section)
+    if shards or (subject.home / "config.toml").is_file():
+        return Text.of_shards(subject.open_shards(shards), tokenizer, section)
+    return Text.embedded(tokenizer, section)
+
+
+def identity_of(queries: Queries, settings: Row, subject: Subject) -> Row:
+    """Everything that the results of a task depend on. `settings` are its lengths, samples, seed and its own."""
+    text = queries.text
+    identity = subject.identity(None, text and text.shards) | (text.facts if text else {})
+    if queries.depths != (None,):
+        settings = settings | {"depths": list(queries.depths)}
+    return identity | {"settings": settings}
+
+
+class Grid:
+    """The cells of one task and their files."""
+
+    def __init__(self, queries: Queries, identity: Row, subject: Subject, lengths: Sequence[int], samples_folder: Path):
+        self.queries, self.identity, self.samples_folder = queries, identity, samples_folder
+        self.samples: int = identity["settings"]["samples"]
+        self.cells = [Cell(length, depth) for length in lengths for depth in queries.depths]
+        self.folder = subject.results_path(queries.name).parent / "cells"
+
+    def measure(self, ranks: Ranks, scorer: "Scorer", tokenizer: Tokenizer) -> None:
+        """Measure the cells that have no results. All ranks call it, and the copies of the model share the cells.
+        When it returns, all files exist."""
+        from tost_lm.tasks.answers import score_cell
+
+        # All ranks use what rank 0 finds: with different lists, they would wait for each other forever.
+        exists = ranks.gather([self._stored(self._file(cell)) is not None for cell in self.cells])[0]
+        if any(exists):
+            print(f"{self.queries.name}: reusing {sum(exists)} of {len(exists)} cells", flush=True)
+        todo = [cell for cell, done in zip(self.cells, exists, strict=True) if not done]
+        lengths = list(dict.fromkeys(cell.length for cell in self.cells))
+        for cell in todo[ranks.copy :: ranks.copies]:
+            started = time.monotonic()
+            sets = self._examples(ranks, tokenizer, cell)
+            scores, rows = score_cell(self.queries, tokenizer, scorer, sets)
+            result = {
+                "protocol": self.queries.name, "identity": self._identity(cell), **cell._asdict(),
+                "samples": self.samples, "samples_xxh3": sets.xxh3, **self.queries.facts(cell.length), **scores,
+                "seconds": time.monotonic() - started, "examples": rows,
+            }  # fmt: skip
+            if ranks.is_first_of_copy:
+                write_result_file(self._file(cell), result)
+            if ranks.rank == 0:
+                self._print_complete(lengths)
+        ranks.wait_for_copies()
+        if ranks.rank == 0:
+            self._print_complete(lengths)
+
+    def results(self) -> list[dict[str, Any]]:
+        """The scores of all cells that exist, also of earlier calls, by length and depth."""
+        stored = filter(None, map(self._stored, self.folder.glob("length_*.json")))
+        scores = [{key: value for key, value in cell.items() if key not in NOT_SCORES} for cell in stored]
+        return sorted(scores, key=lambda cell: (cell["length"], cell["depth"] or 0))
+
+    def _examples(self, ranks: Ranks, tokenizer: Tokenizer, cell: Cell) -> StoredQueries:
+        text = self.queries.text
+        identity = {
+            "task": self.queries.name, "tokenizer_sha256": tokenizer.sha256, **self._settings(cell),
+            **(text.facts if text else {}), **({"shards": text.shards.fingerprint} if text and text.shards else {}),
+            **{key: value for key, value in self.identity.items() if key == "task_sha256"},
+        }  # fmt: skip
+        return stored_queries(self.samples_folder, self.queries, cell.name, identity, ranks, cell.length, cell.depth)
+
+    def _file(self, cell: Cell) -> Path:
+        return self.folder / f"{cell.name}.json"
+
+    def _identity(self, cell: Cell) -> dict[str, Any]:
+        """Everything that a cell depends on, without the settings of other cells."""
+        return self.identity | {"settings": self._settings(cell)}
+
+    def _settings(self, cell: Cell) -> dict[str, Any]:
+        settings = {k: v for k, v in self.identity["settings"].items() if k not in ("lengths", "depths")}
+        return settings | cell._asdict()
+
+    def _stored(self, file: Path) -> dict[str, Any] | None:
+        """A cell; None: its file is missing, damaged, edited or of another identity, and `measure` replaces it."""
+        with suppress(ConfigError, OSError):
+            cell = read_result_file(file)
+            if cell and cell["identity"] == self._identity(Cell(cell["length"], cell["depth"])):
+                return cell
+        return None
+
+    def _print_complete(self, lengths: list[int]) -> None:
+        """Print the lengths whose cells all exist, and remove them from the list."""
+        for length in list(lengths):
+            cells = [self._stored(self._file(cell)) for cell in self.cells if cell.length == length]
+            if len(complete := [cell for cell in cells if cell]) == len(cells):
+                words = describe(complete, self.queries.facts(length))
+                print(f"{self.queries.name}: {words}  chance {format_chance(self.queries.chance)}", flush=True)
+                lengths.remove(length)
+
+
+def describe(cells: Sequence[Row], facts: Mapping[str, int]) -> str:
+    """The accuracy over the cells of a length beside that of the control, and the gain where the answer is a text."""
+    first = cells[0]
+    key = next(key for key in ACCURACIES if key in first)
+    means = over_cells(cells, (key, f"control_{key}"))
+    words = [f"length {first['length']:>9,}", *(f"{name} {value:,}" for name, value in facts.items())]
+    words.append(f"{ACCURACIES[key]} {with_error(means[key], means[f'{key}_standard_error'], '.1%')}")
+    words.append(f"control {means[f'control_{key}']:.1%}")
+    if key == "token_accuracy":
+        gain = with_error(first["gain_over_control"], first["gain_over_control_standard_error"], "+.3f")
+        words.append(f"gain over control {gain} nats/token")
+    return "  ".join(words)
+
+
+def over_cells(cells: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
+    """Means over the examples of cells, with the standard errors of independent examples."""
+    samples = sum(cell["samples"] for cell in cells)
+    means: dict[str, Any] = {"samples": samples}
+    for key in keys:
+        errors = [cell[f"{key}_standard_error"] for cell in cells]
+        means[key] = sum(cell[key] * cell["samples"] for cell in cells) / samples
+        means[f"{key}_standard_error"] = (
+            None
+            if None in errors
+            else sum((cell["samples"] * error) ** 2 for cell, error in zip(cells, errors, strict=True)) ** 0.5 / samples
+        )
+    return means
+
+
+def cells_by_length(results: Row) -> dict[int, list[Row]]:
+    """The cells of each length, ascending."""
+    cells = results["cells"]
+    return {length: [c for c in cells if c["length"] == length] for length in sorted({c["length"] for c in cells})}
+
+
+def mean_score(cells: Sequence[Row], key: str) -> float:
+    """Mean over all examples of the cells."""
+    return sum(cell[key] * cell["samples"] for cell in cells) / sum(cell["samples"] for cell in cells)

@@ -1,0 +1,84 @@
+"""Tasks during training: the same scores, of the model in memory."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tost_lm.config import validate
+from tost_lm.data.shards import Shards
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.inference.ranks import Ranks
+from tost_lm.parallel.apply import ShardedInference
+from tost_lm.tasks.settings import EvalConfig, tasks_of
+from tost_lm.tasks.task import MeasuredInTraining, Row, Task, Training
+
+if TYPE_CHECKING:
+    from tost_lm.inference.generation import ModelFacts
+    from tost_lm.parallel.mesh import Mesh
+
+
+class AllCopies(Ranks):
+    """Each copy of the model does the whole work: at ZeRO stage 3, all ranks must call the model equally often."""
+
+    copy, copies = 0, 1  # pyright: ignore[reportAssignmentType]
+
+
+@dataclass(frozen=True)
+class TasksInTraining:
+    """Tasks with what they read."""
+
+    tasks: Sequence[tuple[Task, MeasuredInTraining]]
+
+    @classmethod
+    def find(
+        cls,
+        names: Sequence[str],
+        sets: Mapping[str, Path],
+        settings: Mapping[str, Mapping[str, Any]],
+        tokenizer: Tokenizer,
+        shards: Shards,
+        model: "ModelFacts",
+    ) -> "TasksInTraining":
+        """The tasks of the recipe's section `evaluation`.
+
+        Args:
+            names: of tasks, families or groups.
+            sets: files of test sets; others are downloaded.
+            settings: further sections of `tost eval`.
+            shards: the held-out text.
+
+        Raises:
+            ConfigError: a task, setting or test set does not exist, a file is not given and cannot be downloaded, or
+                the model cannot read what a task would give it.
+            DataError: a file is missing or does not have the task's format, or the tokenizer loses text of it.
+        """
+        tree = {"tasks": names, "sets": {name: str(path) for name, path in sets.items()}, **settings}
+        config = validate(EvalConfig, tree, "evaluation", from_user=True)
+        training = Training(config, tokenizer, shards, model)
+        return cls([(task, task.in_training(training, family)) for family, task in tasks_of(config)])
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Facts that all ranks must agree on."""
+        return {f"data of {task.name}": measured.data_sha256 for task, measured in self.tasks}
+
+    def measure(self, engine: Any, mesh: "Mesh", beat: Callable[[], None]) -> list[Row]:
+        """The totals of each task, those of its results.json for a test set, and the name of its headline.
+
+        All ranks call it and get the same results.
+
+        Args:
+            engine: of the model in training, at any ZeRO stage.
+            beat: called before each task and each batch, equally often by all ranks.
+        """
+        model, rows = ShardedInference(engine, engine.module.config, mesh), []
+        engine.eval()
+        for task, measured in self.tasks:
+            beat()
+            kind = Ranks if measured.shares_copies else AllCopies
+            totals = measured.measure(model, kind(engine.global_rank, mesh, beat))
+            names = {"protocol": task.name, "headline": task.headline, "data_sha256": measured.data_sha256}
+            rows.append(names | totals)
+        engine.train()
+        return rows

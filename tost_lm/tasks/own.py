@@ -1,0 +1,159 @@
+"""Tasks of users: test sets that a TOML file describes, and Python files that register a family.
+
+    [documents.laws]                      [choices.exam]
+    file = "laws.jsonl"                   file = "exam.jsonl"
+    text = "body"                         question = "q"
+
+A Python file is run only if the user names it, as a task: `tost eval RUN mine.py`. It calls `register`.
+"""
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tost_lm.config import Section
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.errors import ConfigError, DataError, printable
+from tost_lm.files import regular_file, sha256_bytes
+from tost_lm.inference.requests import disjoint_windows
+from tost_lm.tasks.data_sets import SetFile, unpacked
+from tost_lm.tasks.multiple_choice import MultipleChoice, Question
+from tost_lm.tasks.perplexity import RunningText, windows_of
+from tost_lm.tasks.registry import FAMILIES
+from tost_lm.tasks.scored import Example, read_json_lines
+from tost_lm.tasks.task import Family
+
+
+class DocumentsConfig(Section):
+    """Documents of the user's, task `NAME@documents`: bits per byte in disjoint windows after an end of text."""
+
+    file: Path
+    """JSON lines with a document each, compressed if the name ends in .gz."""
+    text: str = "text"
+    """Field of the text."""
+
+
+class ChoicesConfig(Section):
+    """Questions of the user's, task `NAME@choices`: the likeliest choice after `Question: …\\nAnswer:`, as in ARC."""
+
+    file: Path
+    """JSON lines with a question each, compressed if the name ends in .gz."""
+    question: str = "question"
+    """Field of the question."""
+    choices: str = "choices"
+    """Field of the list of choices."""
+    answer: str = "answer"
+    """Field of the right choice: its index from 0, or its text."""
+
+
+class Documents(RunningText):
+    headline, about = "bits_per_byte", "bits per byte of the user's documents"
+
+    def __init__(self, name: str, settings: DocumentsConfig):
+        self.name, self.settings = f"{name}@documents", settings
+
+    def find_file(self, given: Mapping[str, Path], section: str = "sets") -> SetFile:
+        return _file(f"documents.{self.name.split('@')[0]}.file", self.settings.file)
+
+    def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
+        key, found = self.settings.text, []
+        for place, row in read_json_lines(path, f'JSON lines with "{key}"'):
+            text = row.get(key) if isinstance(row, dict) else None
+            if not isinstance(text, str) or not text.strip():
+                raise DataError(f'{place}: no text under "{key}"; name its field, or remove the line')
+            requests = disjoint_windows(tokenizer.encode_array(text), tokenizer.eot, window)
+            parts = windows_of(requests, len(text.split()), text)
+            found.append(Example(tuple(part.requests[0] for part in parts), parts[0].facts))
+        return found
+
+
+class Choices(MultipleChoice):
+    about = "accuracy of the user's multiple choice"
+
+    def __init__(self, name: str, settings: ChoicesConfig):
+        self.name, self.settings, self.headline = f"{name}@choices", settings, "accuracy"
+        self.expected = f'JSON lines with "{settings.question}", "{settings.choices}" and "{settings.answer}"'
+
+    def find_file(self, given: Mapping[str, Path], section: str = "sets") -> SetFile:
+        return _file(f"choices.{self.name.split('@')[0]}.file", self.settings.file)
+
+    def to_question(self, row: Any) -> Question:
+        names = self.settings.question, self.settings.choices, self.settings.answer
+        asked, choices, answer = (row.get(name) if isinstance(row, dict) else None for name in names)
+        if not isinstance(asked, str) or not isinstance(choices, list) or not all(isinstance(x, str) for x in choices):
+            raise DataError(f'no text under "{names[0]}" with a list of texts under "{names[1]}"')
+        labels = [str(number) for number in range(len(choices))]
+        right = labels[choices.index(answer)] if answer in choices else str(answer)
+        return Question(f"Question: {asked}\nAnswer:", choices, labels, right)
+
+
+def _file(setting: str, path: Path) -> SetFile:
+    if not path.is_file():
+        raise DataError(f"{setting} {path}: no such file; give JSON lines")
+    return SetFile(path, sha256_bytes(unpacked(path)), None)
+
+
+def described(documents: Mapping[str, DocumentsConfig], choices: Mapping[str, ChoicesConfig]) -> dict[str, Family]:
+    """The families of test sets that settings describe, by name."""
+    tasks = {name: Documents(name, own) for name, own in documents.items()}
+    return {
+        name: Family(name, [task]) for name, task in (tasks | {n: Choices(n, c) for n, c in choices.items()}).items()
+    }
+
+
+_RUNNING: list[tuple[str, str]] = []
+"""The file that is run, and its SHA-256."""
+_REGISTERED: dict[str, list[str]] = {}
+"""Names of the families that a file has registered, by its SHA-256."""
+
+
+def register(family: Family) -> None:
+    """Make a family known to this process; the file that the user names calls it.
+
+    Raises:
+        ConfigError: no such file is being run, or the name of the family is taken.
+    """
+    if not _RUNNING:
+        raise ConfigError(
+            f"register({family.name}): outside of a file that is named as a task; run tost eval RUN FILE.py"
+        )
+    file, sha256 = _RUNNING[-1]
+    if family.name in FAMILIES and FAMILIES[family.name].sha256 != sha256:
+        raise ConfigError(f"{file}: the name {family.name} is taken; choose another one")
+    FAMILIES[family.name] = replace(family, sha256=sha256)
+    _REGISTERED.setdefault(sha256, []).append(family.name)
+
+
+def run_file(path: Path) -> list[str]:
+    """Run a Python file that the user has named, once for the same text; the names of the families that it registers.
+
+    Raises:
+        ConfigError: it cannot be read, fails or registers none.
+    """
+    try:
+        text = regular_file(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; name a Python file") from None
+    sha256 = sha256_bytes(text)
+    if sha256 not in _REGISTERED:
+        _RUNNING.append((str(path), sha256))
+        try:
+            module = ModuleType(f"tost_task_{sha256[:16]}")
+            exec(compile(text, str(path), "exec"), module.__dict__)
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:  # sys.exit(0) would end the program as if it had succeeded
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [f" (line {frame.lineno})" for frame in frames if frame.filename == str(path)]
+            place = lines[-1] if lines else ""
+            raise ConfigError(
+                f"{path}: {type(error).__name__}: {printable(str(error))}{place}; correct the file"
+            ) from None
+        finally:
+            _RUNNING.pop()
+    if sha256 not in _REGISTERED:
+        raise ConfigError(f"{path}: registers no family; call tost_lm.tasks.own.register in it")
+    return _REGISTERED[sha256]

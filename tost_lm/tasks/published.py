@@ -1,0 +1,170 @@
+"""Published results, and tables of models beside them: which of the results are comparable."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tost_lm.errors import ConfigError
+from tost_lm.inference.subject import HUB, hub_home, read_result_file
+from tost_lm.markdown import escape, format_result, table
+
+GPT2_PAPER = "GPT-2 paper (Radford et al. 2019)"
+TOST_PAPER = "ToST paper (arXiv 2412.17810)"
+
+
+class Published(NamedTuple):
+    """A published result."""
+
+    task: str
+    """The task of the result, or one that measures the same test set."""
+    model: str
+    measure: str
+    value: float
+    source: str
+    window_tokens: int = 1024
+    """Length of a window."""
+    differs: str = ""
+    """How the measurement differs from the task; empty: it does not."""
+
+    @property
+    def shown_value(self) -> str:
+        """The value with the two decimals that the sources have at most."""
+        return f"{self.value:.2%}" if self.measure.endswith("accuracy") else f"{self.value:,.2f}"
+
+
+OWN_DETOKENIZERS = "their detokenizers were not released"
+OWN_SCRIPT = "their script was not released"
+TOST_MODELS = ("gpt2-base 124M", "tost-base 110M", "tost-medium 304M", "tost-large 655M")
+TOST_NATS = {
+    "owt@tost": (2.84, 3.20, 2.88, 2.72),
+    "lambada_standard@tost": (4.32, 4.98, 4.45, 4.32),
+    **dict.fromkeys(("wikitext2@tost", "wikitext103@tost"), (4.13, 4.77, 4.30, 3.99)),  # their test texts are equal
+    "ptb@tost": (5.75, 6.39, 5.64, 5.03),
+}
+
+HUGGING_FACE = "Hugging Face's guide to perplexity"
+MEASURED_GPT2 = "GPT-2's released weights"
+NANOGPT = "nanoGPT, GPT-2's released weights"
+HARNESS_IN_LLM_C = "lm-evaluation-harness, cited in llm.c (dev/data/hellaswag.py)"
+
+PUBLISHED = [
+    Published("wikitext2@hf-stride1024", "GPT-2 124M", "token_perplexity", 29.94, MEASURED_GPT2),
+    Published("wikitext2@hf-stride1024", "GPT-2 774M", "token_perplexity", 19.44, HUGGING_FACE),
+    Published("wikitext2@hf-stride512", "GPT-2 774M", "token_perplexity", 16.44, HUGGING_FACE),
+    Published("wikitext2@lm-eval", "GPT-2 124M", "word_perplexity", 37.37, MEASURED_GPT2),
+    Published("wikitext2@lm-eval", "GPT-2 117M", "word_perplexity", 29.41, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published("wikitext103@lm-eval", "GPT-2 117M", "word_perplexity", 37.50, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published("lambada_openai@lm-eval", "GPT-2 124M", "accuracy", 0.3256, MEASURED_GPT2),
+    Published("lambada_openai@lm-eval", "GPT-2 124M", "word_perplexity", 40.06, MEASURED_GPT2),
+    Published("lambada_openai@lm-eval", "GPT-2 117M", "word_perplexity", 35.13, GPT2_PAPER, differs=OWN_SCRIPT),
+    Published("lambada_openai@last-token", "GPT-2 124M", "accuracy", 0.4667, MEASURED_GPT2),
+    Published("lambada_openai@last-token", "GPT-2 117M", "accuracy", 0.4599, GPT2_PAPER, differs=OWN_SCRIPT),
+    Published("cbt_cn@gpt2", "GPT-2 117M", "accuracy", 0.8765, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published("cbt_ne@gpt2", "GPT-2 117M", "accuracy", 0.834, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published("hellaswag@lm-eval", "GPT-2 124M", "normalized_accuracy", 0.3114, HARNESS_IN_LLM_C),
+    Published("hellaswag@lm-eval", "GPT-2 124M", "accuracy", 0.2892, HARNESS_IN_LLM_C),
+    Published("hellaswag@lm-eval", "GPT-2 1558M", "normalized_accuracy", 0.5089, HARNESS_IN_LLM_C),
+    Published("hellaswag@lm-eval", "GPT-2 1558M", "accuracy", 0.4004, HARNESS_IN_LLM_C),
+    Published("ptb@megatron", "GPT-2 117M", "word_perplexity", 65.85, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published("owt@nanogpt", "GPT-2 124M", "nats_per_token", 3.12, NANOGPT),
+    Published("enwik8@bpb", "GPT-2 117M", "bits_per_byte", 1.16, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published("text8@bpc", "GPT-2 117M", "bits_per_byte", 1.17, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    *[
+        Published(task, model, "nats_per_token", value, TOST_PAPER)
+        for task, values in TOST_NATS.items()
+        for model, value in zip(TOST_MODELS, values, strict=True)
+    ],
+]  # fmt: skip
+
+
+def why_not_comparable(published: Published, results: dict[str, Any]) -> str:
+    """Why a published result is not comparable with results of its task; empty: it is."""
+    if published.differs:
+        return published.differs
+    if results.get("published_file") is False:
+        return "the file is not the published one"
+    if results["window_tokens"] != published.window_tokens:
+        return f"windows of {results['window_tokens']:,} tokens, not {published.window_tokens:,}"
+    if results["by_token"] and not results["tokenizer_is_gpt2s"]:
+        return "measured by token, and the tokenizer is not GPT-2's"
+    return ""
+
+
+def condition(results: dict[str, Any]) -> str:
+    """The condition of a comparison that was not checked; empty: there is none."""
+    return "" if results.get("published_file") else "if the file is the published one"
+
+
+def why_models_not_comparable(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Why the results of two models for one task are not comparable; empty: they are."""
+    if one["identity"]["data_sha256"] != other["identity"]["data_sha256"]:
+        return "another test set file"
+    if one["window_tokens"] != other["window_tokens"]:
+        return f"windows of {other['window_tokens']:,} tokens, not {one['window_tokens']:,} as in the first row"
+    same_tokenizer = one["identity"]["tokenizer_sha256"] == other["identity"]["tokenizer_sha256"]
+    if one["by_token"] and not same_tokenizer and not (one["tokenizer_is_gpt2s"] and other["tokenizer_is_gpt2s"]):
+        return "measured by token, and the tokenizers differ"
+    return ""
+
+
+def side_by_side(homes: Sequence[Path]) -> str:
+    """Markdown for all test sets with results in any of these folders.
+
+    Raises:
+        ConfigError: a folder has no results, or damaged ones.
+    """
+    found = {path: read_results(_home(path)) for path in homes}
+    tasks = list(dict.fromkeys(name for results in found.values() for name in results))
+    return "\n\n".join(text for name in tasks for text in _section(name, found))
+
+
+def read_results(home: Path) -> dict[str, dict[str, Any]]:
+    """The results on test sets, by task. Raises ConfigError when there are none."""
+    found = {}
+    for path in sorted(home.glob("eval/*@*/results.json")):
+        if (results := read_result_file(path)) and "by_token" in results:
+            found[path.parent.name] = results
+    if not found:
+        raise ConfigError(f"{home}: no results on test sets; run tost eval {home} TASK, and tost tasks lists the tasks")
+    return found
+
+
+def _section(task: str, found: Mapping[Path, dict[str, dict[str, Any]]]) -> Iterator[str]:
+    measured = {home: results[task] for home, results in found.items() if task in results}
+    first = next(iter(measured.values()))
+    rows = []
+    published = [row for row in PUBLISHED if row.task == task]
+    measures = dict.fromkeys([first["headline"], *(row.measure for row in published)])
+    for measure in measures:
+        for home, results in measured.items():
+            result, why = format_result(measure, results["model"]), why_models_not_comparable(first, results)
+            rows.append((str(home), measure, result, results["identity"]["checkpoint"], verdict(why)))
+        for row in published:
+            if row.measure != measure:
+                continue
+            verdicts = {
+                home: verdict(why_not_comparable(row, results), condition(results))
+                for home, results in measured.items()
+            }
+            same = len(set(verdicts.values())) == 1
+            shown = next(iter(verdicts.values())) if same else "; ".join(f"{h}: {v}" for h, v in verdicts.items())
+            rows.append((row.model, row.measure, row.shown_value, row.source, shown))
+    yield f"## {escape(task)}"
+    yield table(
+        ("model", "measure", "result", "checkpoint or source", "comparable"),
+        [(model, measure.replace("_", " "), *rest) for model, measure, *rest in rows],
+    )
+
+
+def _home(path: Path) -> Path:
+    """The folder with the results of a run, model folder or hub model. Raises ConfigError when it does not exist."""
+    if str(path).startswith(HUB):
+        return hub_home(path)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder; give runs, exports, folders of Hugging Face models or hub:NAME")
+    return path.parent.parent if path.absolute().parent.name == "checkpoints" else path
+
+
+def verdict(why_not: str, condition: str = "") -> str:
+    """The reason of `why_not_comparable` and the like as a cell of a table: yes or no, and why."""
+    return f"no: {why_not}" if why_not else f"yes, {condition}" if condition else "yes"

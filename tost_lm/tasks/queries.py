@@ -1,0 +1,301 @@
+"""Queries: texts of an exact length that end in a question, each with a control.
+
+Files of a cell's queries, so that they are generated once for all ranks, calls and models with the same tokenizer:
+
+    FOLDER/TASK/length_00001024_depth_0.50-IDENTITY.npy     the prompts, int32 [samples, conditions, T], padded with −1
+    FOLDER/TASK/length_00001024_depth_0.50-IDENTITY.json    questions and answers, and the XXH3-128 of the prompts
+
+The JSON file is written last, and has a hash of its own.
+"""
+
+import json
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, compress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import xxhash
+from pydantic import Field, PositiveInt, field_validator
+
+from tost_lm.config import Section
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.errors import ConfigError
+from tost_lm.files import atomic_writer, manifest_bytes, regular_file, write_atomically, xxh3_file
+from tost_lm.inference.ranks import Ranks
+from tost_lm.tasks.haystacks import Haystack, Text, insert_needles
+
+if TYPE_CHECKING:
+    from tost_lm.inference.generation import ModelFacts
+
+
+@dataclass(frozen=True)
+class Query:
+    """A text that ends in a question, and its answer."""
+
+    prompt: np.ndarray
+    """Ids, int64 [T]; the first is the end of text."""
+    question: str
+    """The end of the prompt, which the answer continues."""
+    references: tuple[str, ...]
+    """Strings that the answer must contain."""
+    options: tuple[tuple[int, ...], ...]
+    """Ids of the answers that are compared; a task without a comparison has only the right one."""
+    right: int
+    """Index of the right option."""
+
+
+class GridConfig(Section):
+    """Settings of tasks that have cells."""
+
+    section: ClassVar[str]
+    """Its name, for errors."""
+    lengths: list[PositiveInt] = Field(default_factory=list)
+    """Tokens of prompt and answer together; empty: a quarter, half and all of model.context_length."""
+    samples: int = Field(default=8, gt=0)
+    """Examples per cell."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of the texts, keys and values."""
+    haystack: Path | None = None
+    """A UTF-8 file for haystacks; default: the held-out documents, or Python's documentation if there are none."""
+    samples_folder: Path = Path("data/retrieval")
+    """Folder of generated examples, which models with the same tokenizer share. It may be deleted."""
+
+    @field_validator("lengths")
+    @classmethod
+    def _remove_duplicates(cls, lengths: list[int]) -> list[int]:
+        return list(dict.fromkeys(lengths))
+
+
+class Queries(ABC):
+    """Makes the queries of one task for one tokenizer.
+
+    A query depends only on the seed, the tokenizer, the haystack, and its length, depth and number. It does not
+    depend on other cells or on the number of queries.
+
+    Attributes:
+        name: of the task.
+        seed: of the queries.
+        chance: expected score of a guess that has the right form and ignores the text.
+        room: tokens left for the answer.
+        depths: depths of the grid's cells; (None,) if depths are drawn.
+        text: source of the haystacks; None: they are generated.
+        conditions: names of the texts of a query. The first asks the question, the others are its controls.
+    """
+
+    name: str
+    seed: int
+    chance: float
+    room: int
+    depths: tuple[float | None, ...] = (None,)
+    text: Text | None = None
+    conditions: tuple[str, ...] = ("needle", "control")
+
+    @abstractmethod
+    def needed(self, samples: int) -> int:
+        """Maximum over the first `samples` queries of the tokens besides the haystack, with room for the answer."""
+
+    @abstractmethod
+    def query(self, length: int, depth: float | None, sample: int) -> tuple[Query, ...]:
+        """A query under each condition: the same question, for retrieval with and without the needles in the text.
+
+        The first prompt has `length` − `room` tokens, and no other has more. `length` must be greater than `needed`.
+
+        Raises:
+            DataError: `text` is shorter than the length.
+        """
+
+    def facts(self, length: int) -> dict[str, int]:
+        """More about the cells of a length, for their files."""
+        return {}
+
+    def lengths(self, settings: GridConfig, model: "ModelFacts") -> list[int]:
+        """The lengths of the cells: those given, else what fits of a quarter, half and all of the context length.
+
+        Raises:
+            ConfigError: a length exceeds the limit, or is too short for needles, question and answer.
+            DataError: the haystack's text is shorter than a length.
+        """
+        needed, limit, context = self.needed(settings.samples), model.position_limit, model.context_length
+        quarters = [context // 4, context // 2, context]
+        chosen = list(settings.lengths) or [length for length in quarters if length > needed] or quarters[-1:]
+        for length in chosen:
+            if limit is not None and length > limit:
+                raise ConfigError(
+                    f"{settings.section}.lengths: {length} exceeds the model's positions ({limit}); lower it"
+                )
+            if length <= needed:
+                raise ConfigError(
+                    f"{settings.section}.lengths: {length} tokens are too few for {self.name}, whose texts without a "
+                    f"haystack take {needed}; raise it"
+                )
+            if self.text:
+                self.text.for_length(length)
+        return chosen
+
+    def identity(self, settings: GridConfig) -> dict[str, Any]:
+        """The settings that the results depend on. Those of the cells are called `lengths`."""
+        return {"lengths": settings.lengths, "samples": settings.samples, "seed": settings.seed}
+
+    def draws(self, *place: int) -> np.random.Generator:
+        """Random numbers of this task's seed for a place, for example a length and the number of an example."""
+        return np.random.default_rng((self.seed, zlib.crc32(self.name.encode()), *place))
+
+
+Strings = tuple[str, ...]
+"""A text as strings that are encoded separately, so that a key or value has the same ids everywhere."""
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """The needles and the question of one example; they do not depend on its length."""
+
+    intro: str
+    needles: tuple[Strings, ...]
+    """In the order of the text; each ends with a line end."""
+    asked: tuple[bool, ...]
+    """Whether the answer needs each needle; the control lacks those needles."""
+    question: Strings
+    """With the beginning of the answer."""
+    references: tuple[str, ...]
+    answer: Strings
+    others: Iterator[Strings]
+    """More needles, with keys that the question does not ask for; perhaps none."""
+
+
+class PuzzleQueries(Queries):
+    """Base class; a subclass defines the puzzle and the haystack."""
+
+    def __init__(self, name: str, seed: int, tokenizer: Tokenizer):
+        self.name, self.seed, self.tokenizer = name, seed, tokenizer
+
+    @abstractmethod
+    def puzzle(self, draws: np.random.Generator) -> Puzzle: ...
+
+    @abstractmethod
+    def haystack(self, puzzle: Puzzle, length: int, tokens: int, draws: np.random.Generator) -> Haystack:
+        """A haystack of at most `tokens` tokens."""
+
+    def needed(self, samples: int) -> int:
+        puzzles = (self.puzzle(self.draws(sample)) for sample in range(samples))
+        return max(self._frame(puzzle) + sum(map(len, self._needles(puzzle))) for puzzle in puzzles)
+
+    def query(self, length: int, depth: float | None, sample: int) -> tuple[Query, ...]:
+        puzzle, draws = self.puzzle(self.draws(sample)), self.draws(sample, length)
+        tokens = length - self._frame(puzzle)
+        haystack = self.haystack(puzzle, length, tokens, draws)
+        needles, depths = self._needles(puzzle), np.sort(draws.random(len(puzzle.needles))).tolist()
+        intro, question = self.tokenizer.encode(puzzle.intro), self.encode(puzzle.question)
+
+        def make(shown: tuple[bool, ...]) -> Query:
+            here = list(compress(needles, shown))
+            around = haystack(tokens - sum(map(len, here)))
+            text = insert_needles(self.tokenizer, around, here, list(compress(depths, shown)))
+            return Query(
+                prompt=np.concatenate([[self.tokenizer.eot], intro, text, question]),
+                question="".join(puzzle.question).strip(),
+                references=puzzle.references,
+                options=(tuple(self.encode(puzzle.answer)),),
+                right=0,
+            )
+
+        return make((True,) * len(needles)), make(tuple(not needed for needed in puzzle.asked))
+
+    def encode(self, strings: Strings) -> list[int]:
+        return list(chain.from_iterable(map(self.tokenizer.encode, strings)))
+
+    def _needles(self, puzzle: Puzzle) -> list[list[int]]:
+        return [self.encode(needle) for needle in puzzle.needles]
+
+    def _frame(self, puzzle: Puzzle) -> int:
+        """Tokens of a cell besides the needles and the haystack."""
+        intro = self.tokenizer.encode(puzzle.intro)
+        return 1 + len(intro) + len(self.encode(puzzle.question)) + self.room
+
+
+POLL_S = 0.1
+
+
+class StoredQueries(Sequence[tuple[Query, ...]]):
+    """Queries under each condition of their task, each read from the file when it is used."""
+
+    def __init__(self, prompts_SKT: np.ndarray, facts: list[list[dict[str, Any]]], xxh3: str):
+        self._prompts_SKT, self._facts = prompts_SKT, facts
+        self.xxh3 = xxh3
+        """Hex XXH3-128 of the file of prompts, which identifies the examples in results."""
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def __getitem__(self, sample: Any) -> Any:
+        if isinstance(sample, slice):
+            return [self[i] for i in range(*sample.indices(len(self)))]
+        prompts_KT, facts = self._prompts_SKT[sample].astype(np.int64), self._facts[sample]
+        return tuple(
+            Query(
+                prompt=prompt_T[prompt_T >= 0],
+                question=of["question"],
+                references=tuple(of["references"]),
+                options=tuple(map(tuple, of["options"])),
+                right=of["right"],
+            )
+            for prompt_T, of in zip(prompts_KT, facts, strict=True)
+        )
+
+
+def stored_queries(
+    folder: Path, task: Queries, name: str, identity: dict[str, Any], ranks: Ranks, length: int, depth: float | None
+) -> StoredQueries:
+    """The examples of a cell; all ranks of a copy of the model call it.
+
+    If no valid file has this identity, the first rank of the copy writes it, and the others wait for it.
+
+    Args:
+        name: of the cell's files, without a suffix.
+        identity: everything that the examples depend on, as JSON; `samples` is their number.
+    """
+    key = xxhash.xxh3_64_hexdigest(json.dumps(identity, sort_keys=True).encode())
+    prompts, answers = (folder / task.name / f"{name}-{key}.{suffix}" for suffix in ("npy", "json"))
+    while (found := _read(prompts, answers, identity)) is None:
+        if ranks.is_first_of_copy:
+            _write(prompts, answers, identity, task, length, depth)
+        else:
+            time.sleep(POLL_S)
+    return found
+
+
+def _read(prompts: Path, answers: Path, identity: dict[str, Any]) -> StoredQueries | None:
+    """None: the files are missing or damaged."""
+    try:
+        data = regular_file(answers).read_bytes()
+        stored = json.loads(data)
+        del stored["xxh3"]
+        xxh3 = stored["prompts_xxh3"]
+        if data != manifest_bytes(stored) or stored["identity"] != identity or xxh3_file(prompts) != xxh3:
+            return None
+        return StoredQueries(np.load(regular_file(prompts), mmap_mode="r"), stored["examples"], xxh3)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(
+    prompts: Path, answers: Path, identity: dict[str, Any], task: Queries, length: int, depth: float | None
+) -> None:
+    samples, tokens, facts = identity["samples"], length - task.room, []
+    header = {"descr": "<i4", "fortran_order": False, "shape": (samples, len(task.conditions), tokens)}
+    with atomic_writer(prompts) as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for sample in range(samples):
+            conditions = task.query(length, depth, sample)
+            for example in conditions:
+                padding = (0, tokens - len(example.prompt))
+                file.write(np.pad(example.prompt, padding, constant_values=-1).astype("<i4").tobytes())
+            facts.append(
+                [{key: value for key, value in vars(example).items() if key != "prompt"} for example in conditions]
+            )
+    stored = {"identity": identity, "prompts_xxh3": xxh3_file(prompts), "examples": facts}
+    write_atomically(answers, manifest_bytes(stored))

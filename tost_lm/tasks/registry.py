@@ -1,0 +1,100 @@
+"""All tasks, and the only list of their families: a new family adds its file, and its line here.
+
+`tost_lm.tasks.own` adds those of users.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tost_lm.config import validate
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.errors import ConfigError, did_you_mean
+from tost_lm.tasks import (
+    context,
+    heldout,
+    missing_word,
+    multiple_choice,
+    needle,
+    perplexity,
+    positions,
+    ruler,
+    text,
+    tost_release,
+)
+from tost_lm.tasks.grid import GridTask, Source
+from tost_lm.tasks.haystacks import Text
+from tost_lm.tasks.queries import Queries
+from tost_lm.tasks.task import Family, Task
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        needle.FAMILY,
+        ruler.FAMILY,
+        context.FAMILY,
+        heldout.FAMILY,
+        perplexity.FAMILY,
+        missing_word.FAMILY,
+        multiple_choice.FAMILY,
+        tost_release.FAMILY,
+        positions.FAMILY,
+        text.FAMILY,
+    )
+}
+"""By name, in the order of reports and tables."""
+ZERO_SHOT = (
+    "wikitext2@hf-stride1024",
+    "wikitext2@lm-eval",
+    "wikitext103@lm-eval",
+    "ptb@megatron",
+    "lambada_openai@lm-eval",
+    "lambada_openai@last-token",
+    "lambada_standard@lm-eval",
+    "cbt_cn@gpt2",
+    "cbt_ne@gpt2",
+    "hellaswag@lm-eval",
+    "arc_easy@lm-eval",
+    "arc_challenge@lm-eval",
+    "piqa@lm-eval",
+)
+GROUPS = {"zero-shot": ZERO_SHOT}
+"""Names that stand for several tasks, beside those of families: the test sets of the hub."""
+
+
+def all_tasks() -> list[Task]:
+    """In the order of reports and tables."""
+    return [task for family in FAMILIES.values() for task in family.tasks]
+
+
+def find_task(name: str, more: Mapping[str, Family] | None = None) -> tuple[Family, Task]:
+    """The task of a name, with its family. Raises ConfigError with all names if there is none.
+
+    Args:
+        more: further families by name.
+    """
+    families = {**FAMILIES, **(more or {})}
+    for family in families.values():
+        for task in family.tasks:
+            if found := task.named(name):
+                return family, found
+    tasks = [task for family in families.values() for task in family.tasks]
+    known = [*GROUPS, *families, *(task.pattern or task.name for task in tasks)]
+    raise ConfigError(f"{name!r} is not a task{did_you_mean(name, known)}; choose from {', '.join(known)}")
+
+
+def find_tasks(names: Sequence[str], more: Mapping[str, Family] | None = None) -> list[tuple[Family, Task]]:
+    """The tasks that names of tasks, families and groups stand for, each once. Raises ConfigError as `find_task`."""
+    found: dict[str, tuple[Family, Task]] = {}
+    for name in names:
+        family = (more or {}).get(name) or FAMILIES.get(name)
+        own = [task.name for task in family.tasks] if family else GROUPS.get(name, (name,))
+        found |= {one: find_task(one, more) for one in own}
+    return list(found.values())
+
+
+def make_queries(name: str, tokenizer: Tokenizer, text: Callable[[], Text], **settings: Any) -> Queries:
+    """The queries of a task with cells; `settings` are those of its family, and `text` is called if it needs a text."""
+    family, task = find_task(name)
+    assert isinstance(task, GridTask)
+    assert family.settings
+    return task.make(name, Source(validate(family.settings, settings, family.name), tokenizer, text))

@@ -1,0 +1,273 @@
+"""Tasks whose examples are scored by log-likelihood or by a greedy continuation: a file in its published format becomes
+examples, and their scores are summed up. During training, the same code scores the model in memory.
+"""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import Field
+
+from tost_lm.config import Section
+from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.errors import CheckpointError, ConfigError, DataError
+from tost_lm.files import write_rows
+from tost_lm.inference.ranks import Ranks
+from tost_lm.inference.requests import Likelihoods, Request
+from tost_lm.inference.subject import describe_published
+from tost_lm.markdown import format_result, table
+from tost_lm.tasks.data_sets import DataSet, SetFile, unpacked
+from tost_lm.tasks.published import PUBLISHED, condition, verdict, why_not_comparable
+from tost_lm.tasks.sections import EvaluatedModel
+from tost_lm.tasks.table import NOTHING, TableRow, in_words, shown_result
+from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
+
+if TYPE_CHECKING:
+    from tost_lm.inference.generation import LanguageModel, ModelFacts
+    from tost_lm.page import Page
+
+GPT2_SAMPLE, GPT2_EOT = [15496, 995, 11, 2125, 470, 340, 13130, 30], 50256
+
+
+class WindowConfig(Section):
+    """How test sets and held-out documents are read."""
+
+    window_tokens: int | None = Field(default=None, gt=0)
+    """Tokens that the model reads at once from a test set or a held-out document; default: model.context_length, or the length in the configuration of a Hugging Face model."""
+    batch_tokens: int | None = Field(default=None, gt=0)
+    """Tokens of a batch for each copy of the model; default: 8,192 on a GPU and 2,048 on a CPU. It changes memory and time, not the result."""
+
+
+@dataclass(frozen=True)
+class Example:
+    requests: tuple[Request, ...]
+    facts: Row
+    """Entries of its row beside the scores."""
+
+
+class ScoredTask(Task, ABC):
+    """One way to measure a model on one test set.
+
+    Attributes:
+        rules: the end of its name, after the test set.
+        data_set: the test set.
+        by_token: whether the headline depends on the tokenizer.
+        new_tokens: length of the text that is generated greedily after the context of an example's only request; 0:
+            the targets of its requests are scored.
+    """
+
+    rules: str = "lm-eval"
+    by_token: bool = False
+    new_tokens: int = 0
+
+    def __init__(self, data_set: DataSet, rules: str | None = None):
+        self.data_set, self.name = data_set, f"{data_set.name}@{rules or self.rules}"
+
+    @abstractmethod
+    def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
+        """All examples of a file, for a model that reads at most `window` tokens at once.
+
+        Raises:
+            DataError: the file has a different format; names the file, and the line if there are lines.
+        """
+
+    @abstractmethod
+    def row(self, example: Example, scores: Any) -> Row:
+        """The row of an example; `scores` are Likelihoods of its requests, or with `new_tokens` the generated text."""
+
+    @abstractmethod
+    def totals(self, rows: Sequence[Row]) -> Row:
+        """The results, each with its denominator and a standard error."""
+
+    def check_window(self, window: int) -> None:
+        """Raises DataError if the task cannot use a window of this length."""
+
+    def find_file(self, given: Mapping[str, Path], section: str = "sets") -> SetFile:
+        """The file of its test set, as in `DataSet.find_file`."""
+        return self.data_set.find_file(given, section)
+
+    def open(self, evaluation: Evaluation, family: Family) -> Measurement:
+        file, settings = self.find_file(evaluation.config.sets), evaluation.config.zero_shot
+        identity = evaluation.subject.identity(None, None) | {"protocol": self.name, "data_sha256": file.sha256}
+        identity["settings"] = {"window_tokens": settings.window_tokens}
+
+        def check(model: "ModelFacts") -> None:
+            self.check_window(window_of(model, settings.window_tokens))
+
+        return Measurement(identity, partial(self._measure, evaluation, file, settings), check)
+
+    def _measure(self, evaluation: Evaluation, file: SetFile, settings: WindowConfig) -> Row:
+        ranks, model, tokenizer = evaluation.ranks, evaluation.model, evaluation.tokenizer
+        window = window_of(model.config, settings.window_tokens)
+        examples = self.examples(file.path, tokenizer, window)
+        print(f"{self.name}: {file.path}, {describe_published(file.is_published)} (SHA-256 {file.sha256})", flush=True)
+        if self.new_tokens:
+            print(f"{self.name}: continuing {len(examples):,} examples by {self.new_tokens} tokens", flush=True)
+        else:
+            tokens = sum(request.inputs for example in examples for request in example.requests)
+            print(f"{self.name}: scoring {len(examples):,} examples, {tokens:,} tokens", flush=True)
+        rows = rows_of(ranks, model, tokenizer, self, examples, settings.batch_tokens)
+        if not all(np.isfinite(row.get("nats", 0)).all() for row in rows):
+            raise CheckpointError(
+                f"{evaluation.subject.checkpoint}: its scores are not finite (NaN or infinite); use an earlier "
+                "checkpoint"
+            )
+        totals = self.totals(rows)
+        for name, value in totals.items():
+            print(f"  {name} {value:,}" if isinstance(value, int) else f"  {name} {value:.5g}")
+        if ranks.rank == 0:
+            write_rows(evaluation.folder(self.name) / "rows.jsonl", rows)
+        return {
+            "model": totals,
+            "headline": self.headline,
+            "by_token": self.by_token,
+            "tokenizer_is_gpt2s": is_gpt2_tokenizer(tokenizer),
+            "window_tokens": window,
+            "file": str(file.path),
+            "published_file": file.is_published,
+        }
+
+    def in_training(self, training: Training, family: Family) -> MeasuredInTraining:
+        file, settings = self.find_file(training.config.sets, "evaluation.sets"), training.config.zero_shot
+        examples = self.examples(file.path, training.tokenizer, window_of(training.model, settings.window_tokens))
+
+        def measure(model: "LanguageModel", ranks: Ranks) -> Row:
+            return self.totals(rows_of(ranks, model, training.tokenizer, self, examples, settings.batch_tokens))
+
+        return MeasuredInTraining(file.sha256, measure, shares_copies=True)
+
+    def table_rows(self, results: Row) -> Iterator[TableRow]:
+        """The cited metric, and those that have published results: a line for each of these."""
+        totals, published = results["model"], [row for row in PUBLISHED if row.task == self.name]
+        for measure in dict.fromkeys([results["headline"], *(row.measure for row in published)]):
+            has_chance = "chance" in totals and measure.endswith("accuracy")
+            own = (
+                self.name, in_words(measure), shown_result(measure, totals, totals["examples"]),
+                f"chance {totals['chance']:.2%}" if has_chance else NOTHING,
+                f"{totals['examples']:,}", f"{results['window_tokens']:,}",
+            )  # fmt: skip
+            others = [
+                (
+                    f"{row.model}: {row.shown_value} ({row.source})",
+                    verdict(why_not_comparable(row, results), condition(results)),
+                )
+                for row in published
+                if row.measure == measure
+            ]
+            yield TableRow(*own, *(others[0] if others else (NOTHING, NOTHING)))
+            yield from (TableRow("", "", "", "", "", "", *other) for other in others[1:])
+
+
+def window_of(model: "ModelFacts", wanted: int | None) -> int:
+    """The tokens that a model reads at once; None: its context length. Raises ConfigError beyond its positions."""
+    window, limit = wanted or model.context_length, model.position_limit
+    if limit is not None and window > limit:
+        raise ConfigError(f"zero_shot.window_tokens: {window} exceeds the model's positions ({limit}); lower it")
+    return window
+
+
+def rows_of(
+    ranks: Ranks,
+    model: "LanguageModel",
+    tokenizer: Tokenizer,
+    task: ScoredTask,
+    examples: Sequence[Example],
+    batch_tokens: int | None = None,
+) -> list[Row]:
+    """A row for each example, on every rank; all of them call it."""
+    from tost_lm.inference.likelihood import continue_greedily, score_requests
+
+    if task.new_tokens:
+        prompts = [example.requests[0].context for example in examples]
+        texts = continue_greedily(model, prompts, task.new_tokens, tokenizer.vocab_size, batch_tokens, ranks)
+        return [task.row(example, tokenizer.decode(ids)) for example, ids in zip(examples, texts, strict=True)]
+    requests = [request for example in examples for request in example.requests]
+    scores = score_requests(model, requests, batch_tokens, ranks)
+    rows, begin = [], 0
+    for example in examples:
+        here = slice(begin, begin + len(example.requests))
+        rows.append(task.row(example, Likelihoods(*(column[here] for column in scores))))
+        begin = here.stop
+    return rows
+
+
+def section_of_test_sets(run: EvaluatedModel, page: "Page") -> str:
+    """The section of all tasks on test sets; empty without results."""
+    rows = []
+    for path in sorted(run.folder.glob("eval/*@*/results.json")):
+        results = run.results(name := path.parent.name) or {}
+        if "by_token" not in results:
+            continue
+        headline, model = results["headline"], results["model"]
+        score = format_result(headline, model) + (f" (chance {model['chance']:.2%})" if "chance" in model else "")
+        test_set = describe_published(results["published_file"]) if "published_file" in results else "–"
+        checkpoint = results["identity"]["checkpoint"]
+        rows.append((name, in_words(headline), score, f"{model['examples']:,}", test_set, checkpoint))
+    if not rows:
+        return ""
+    scores = table(("task", "metric", "score", "examples", "test set", "checkpoint"), rows)
+    return (
+        f"## Zero-shot test sets\n\n{scores}\n\n± is the standard error over examples. "
+        "`eval/TASK/results.json` has the other metrics with their denominators, and `rows.jsonl` each example."
+    )
+
+
+def is_gpt2_tokenizer(tokenizer: Tokenizer) -> bool:
+    """Whether it encodes a sample text as GPT-2's tokenizer does."""
+    return tokenizer.encode("Hello world, isn't it 2019?") == GPT2_SAMPLE and tokenizer.eot == GPT2_EOT
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file, decompressed if its name ends in .gz. Raises DataError, naming file and line."""
+    data = unpacked(path)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise DataError(
+            f"{path}, line {line}: not UTF-8 (byte 0x{data[error.start]:02x}); give the published file"
+        ) from None
+
+
+def read_json_lines(path: Path, expected: str) -> Iterator[tuple[str, Any]]:
+    """The place, for error messages, and the value of each line. Raises DataError; `expected` describes the file."""
+    text = read_text(path)
+    lines = text.removesuffix("\n").split("\n")  # not splitlines: JSON strings may contain other line ends
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield f"{path}, line {number}", json.loads(line)
+        except ValueError:
+            raise wrong_format(path, text, expected, number) from None
+
+
+def wrong_format(path: Path, text: str, expected: str, line: int = 1) -> DataError:
+    """The error for a file of another format: what it looks like, and what is expected."""
+    formats = {
+        "an empty file": r"\s*$",
+        "JSON lines": r'\s*\{\s*"',
+        "XML": r"\s*<\w",
+        "questions of the Children's Book Test": r"\s*1 .*\n2 ",
+        "a WikiText file": r"\s*= [^=]+ = *\n",
+        "text in lower case": r"[^A-Z]*$",
+    }
+    likely = next((name for name, pattern in formats.items() if re.match(pattern, text[:1000])), "plain text")
+    return DataError(f"{path}, line {line}: wrong format, the file looks like {likely}; give {expected}")
+
+
+def to_array(rows: Sequence[Row], key: str) -> np.ndarray:
+    """A column of rows, float64."""
+    return np.array([row[key] for row in rows], dtype=np.float64)
+
+
+def accuracy_of(rows: Sequence[Row], measure: str = "") -> Row:
+    """The number of examples, and the fraction of those whose `<measure>right` is true, with its standard error."""
+    right = to_array(rows, f"{measure}right")
+    error = right.std() / max(1, len(rows) - 1) ** 0.5
+    name = f"{measure}accuracy"
+    return {"examples": len(rows), name: float(right.mean()), f"{name}_standard_error": float(error)}

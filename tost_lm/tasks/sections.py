@@ -1,0 +1,61 @@
+"""What the sections of a report share: the results of a run or model folder, and lines about them."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tost_lm.files import sha256_file
+from tost_lm.inference.subject import Subject, read_result_file, results_path
+from tost_lm.markdown import code
+
+MISSING = "No results yet."
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A run folder or model folder and its evaluation results. The checkpoint is found on first use."""
+
+    folder: Path
+
+    @cached_property
+    def subject(self) -> Subject:
+        """The newest valid checkpoint. Raises CheckpointError if there is none."""
+        return Subject.find(self.folder)
+
+    def results(self, task: str) -> dict[str, Any] | None:
+        """The results of a task; None without any. Raises as `read_result_file`."""
+        return read_result_file(results_path(self.folder, task))
+
+    @property
+    def needs_shards(self) -> bool:
+        """Whether the user names the held-out text."""
+        return True
+
+    def command(self, *words: str) -> str:
+        """The command that measures tasks which may read held-out text."""
+        return " ".join(["tost eval", str(self.folder), *words, *["heldout.shards=FOLDER"] * self.needs_shards])
+
+
+def missing_line(command: str) -> str:
+    """The command for an evaluation without results."""
+    return f"{MISSING} Run {code(command)}."
+
+
+def checkpoint_line(run: EvaluatedModel, results: dict[str, Any], command: str) -> str:
+    """The evaluated checkpoint; if it is not the newest one, also the command that evaluates that."""
+    identity = results["identity"]
+    line = f"Checkpoint {code(identity['checkpoint'])}, evaluated in {results['seconds']:,.0f} s."
+    if identity["checkpoint_sha256"] != sha256_file(run.subject.checkpoint / "manifest.json"):
+        line += f" **This is not the newest checkpoint.** To evaluate that, run {code(command)}."
+    return line
+
+
+def state_growth(results: dict[str, Any]) -> str:
+    """How the size of a model's state depends on the number of tokens."""
+    kept = results["kept_tokens"]
+    if kept is None:
+        return "it grows with every token (softmax attention)"
+    if kept:
+        return f"it grows up to the attention window of {kept:,} tokens"
+    return "it is the same after any number of tokens"

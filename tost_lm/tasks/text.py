@@ -1,0 +1,112 @@
+"""The score of any text file, read as one stream in constant memory."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tost_lm.checkpointing.format import read_model_config
+from tost_lm.config import Section
+from tost_lm.errors import ConfigError
+from tost_lm.inference.ranks import Ranks
+from tost_lm.inference.text_file import TextFile
+from tost_lm.markdown import escape, table
+from tost_lm.page import Page
+from tost_lm.progress import Progress
+from tost_lm.redaction import redact_text
+from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, missing_line, state_growth
+from tost_lm.tasks.table import NOTHING, OWN_TEXT, TableRow, in_words, shown_result
+from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
+
+if TYPE_CHECKING:
+    from tost_lm.inference.generation import LanguageModel
+
+NAME = "text@bpb"
+
+
+class TextConfig(Section):
+    """Task `text@bpb`."""
+
+    file: Path | None = None
+    """A UTF-8 text of any size, scored as one document."""
+
+
+class TextStream(Task):
+    """Each token is predicted from all tokens before it in the file. Memory does not grow with the text, except that
+    softmax layers without a window keep keys and values of all tokens. A model with learned positions reads no more
+    tokens than it has positions. The position is saved every 10 seconds, and the same command resumes."""
+
+    name, about = NAME, "bits per byte of the file text.file, read as one stream"
+    headline, column = "bits_per_byte", ("text file, bits per byte", ".4f")
+    reads_one_stream = True
+
+    def open(self, evaluation: Evaluation, family: Family) -> Measurement:
+        settings = evaluation.config.text
+        if settings.file is None:
+            raise ConfigError("text.file: must be set; give text.file=FILE, a UTF-8 text")
+        text = TextFile.check(settings.file, "text.file")
+        identity = evaluation.subject.identity(None, None) | {"text_sha256": text.sha256}
+        identity["settings"] = {"text": settings.model_dump(mode="json")}
+        return Measurement(identity, partial(self._measure, evaluation, text, identity))
+
+    def _measure(self, evaluation: Evaluation, text: TextFile, identity: Row) -> Row:
+        from tost_lm.inference.generation import state_bytes
+        from tost_lm.inference.text import SavedPosition, score_text
+
+        ranks, model = evaluation.ranks, evaluation.model
+        print(f"scoring {text.path}, {text.bytes:,} bytes", flush=True)
+        if model.config.kept_tokens is None and model.config.position_limit is None:
+            print("the model keeps all tokens: memory and time per token grow with the text", flush=True)
+        saved = SavedPosition(evaluation.folder(NAME) / "position.pt", identity, ranks)
+        with Progress("scoring", "tokens") as progress:
+            report = progress if ranks.rank == 0 else None
+            scores, state = score_text(model, evaluation.tokenizer, text, ranks, saved, report)
+        bytes_of_state = state_bytes(state, ranks.tensor_ranks)
+        print(
+            f"{scores['bits_per_byte']:.4f} bits/byte, {scores['nats_per_token']:.4f} nats/token, perplexity "
+            f"{scores['perplexity_per_token']:,.2f} over {scores['tokens']:,} tokens, {scores['bytes']:,} bytes"
+        )
+        print(f"final state: {bytes_of_state:,} bytes")
+        return {"model": scores, "kept_tokens": model.config.kept_tokens, "state_bytes": bytes_of_state}
+
+    def in_training(self, training: Training, family: Family) -> MeasuredInTraining:
+        if training.config.text.file is None:
+            raise ConfigError("text.file: must be set; give evaluation.settings.text.file=FILE, a UTF-8 text")
+        text = TextFile.check(training.config.text.file, "text.file")
+
+        def measure(model: "LanguageModel", ranks: Ranks) -> Row:
+            from tost_lm.inference.text import score_text
+
+            return score_text(model, training.tokenizer, text, ranks)[0]
+
+        return MeasuredInTraining(text.sha256, measure)
+
+    def stored(self, evaluation: Evaluation) -> None:
+        (evaluation.folder(NAME) / "position.pt").unlink(missing_ok=True)
+
+    def table_rows(self, results: Row) -> Iterator[TableRow]:
+        totals, key = results["model"], self.headline
+        result, length = shown_result(key, totals, 1), f"{totals['tokens']:,}"
+        yield TableRow(self.name, in_words(key), result, NOTHING, "1", length, comparable=OWN_TEXT)
+
+
+def section(run: EvaluatedModel, page: Page) -> str:
+    """Score of a text file."""
+    results = run.results(NAME)
+    if results is None:
+        # Most text files are longer than a model's learned positions.
+        limited = read_model_config(run.subject.checkpoint).position_limit
+        return "" if limited else f"## Text file\n\n{missing_line(f'tost eval {run.folder} text text.file=PATH')}"
+    model, path = results["model"], redact_text(results["identity"]["settings"]["text"]["file"])
+    scores = f"{model['nats_per_token']:.4f}", f"{model['perplexity_per_token']:,.2f}", f"{model['bits_per_byte']:.4f}"
+    return "\n\n".join([
+        f"## Text file ({escape(NAME)})",
+        checkpoint_line(run, results, f"tost eval {run.folder} text text.file={path}"),
+        table(("text", "nats per token", "perplexity per token", "bits per byte"), [(path, *scores)]),
+        f"{model['tokens']:,} tokens, {model['bytes']:,} bytes. Each token is predicted from all earlier ones; "
+        f"end-of-text tokens do not count. Size of the final state: {results['state_bytes']:,} bytes; "
+        f"{state_growth(results)}.",
+    ])  # fmt: skip
+
+
+FAMILY = Family("text", [TextStream()], TextConfig, section)
