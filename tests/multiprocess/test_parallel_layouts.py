@@ -56,9 +56,7 @@ def train_with_muon_and_with_torch() -> list[tuple[str, Tensor, Tensor]]:
     record = train_on_layout(ParallelConfig(sequence=2, zero_stage=0), "muon", grad_clip=0.0)
     named = dict(build_model().named_parameters())
     by_muon = [p for name, p in named.items() if name.endswith("_proj.weight")]
-    decayed = [
-        named[name] for name in ("embedding.weight", "positions.weight", "blocks.1.mixer.conv", "blocks.1.mixer.norm")
-    ]
+    decayed = [named[name] for name in ("embedding.weight", "positions.weight", "blocks.1.mixer.conv")]
     others = [p for p in named.values() if not any(p is other for other in [*by_muon, *decayed])]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizers = (

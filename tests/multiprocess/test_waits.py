@@ -45,6 +45,7 @@ NO_WAIT = {
     "numba_phases.py:<listcomp>": "of the path of CPUs",
     "numba_phases.py:_sums": "of the path of CPUs",
     "numba_phases.py:_score_scale": "of the path of CPUs",
+    "chunked.py:_broken": "of the path of CPUs: whether delta layers read a NaN",
     "prefetch.py:<genexpr>": "from memory that the loader has pinned",
     "prefetch.py:_cu_seqlens": "the ends of documents, a host tensor",
     "layout.py:to_device": "through pinned memory, as tests/gpu/test_waits_gpu.py checks",
