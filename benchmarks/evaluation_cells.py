@@ -89,7 +89,7 @@ def gpt2(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
 
 
 def _requests(tokenizer: Tokenizer, window: int, *, task: str, file: str, **_: Any) -> list[Request]:
-    _, scored = find_task(task)
+    scored = find_task(task)[1]
     assert isinstance(scored, ScoredTask)
     found = scored.examples(Path(file), tokenizer, window)
     return [request for example in found for request in example.requests]

@@ -96,7 +96,7 @@ class DeviceConfig(Section):
 
     def resolved_device(self) -> str:
         """cuda or cpu. Raises ConfigError when there is no CUDA device."""
-        from tost_lm.inference.subject import pick_device
+        from tost_lm.inference.evaluated import pick_device
 
         if self.device == "cuda" and pick_device() != "cuda":
             raise ConfigError("bench.device = cuda: no CUDA device is available; set auto or cpu")

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from experiments.training import train
 from tost_lm.config import Section, run_program
 from tost_lm.files import require_writable
-from tost_lm.inference.subject import pick_device, read_result_file, results_path, write_result_file
+from tost_lm.inference.evaluated import pick_device, read_result_file, results_path, write_result_file
 from tost_lm.markdown import table
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL

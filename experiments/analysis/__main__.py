@@ -22,7 +22,7 @@ from tost_lm.config import NAMES_FILES, Section, run_program
 from tost_lm.data.shards import Shards
 from tost_lm.errors import ConfigError
 from tost_lm.files import sha256_file
-from tost_lm.inference.subject import Subject, pick_device
+from tost_lm.inference.evaluated import EvaluatedCheckpoint, pick_device
 from tost_lm.interop.load import load
 from tost_lm.markdown import code, escape
 from tost_lm.page import Page, require_packages
@@ -64,31 +64,31 @@ class AnalysisConfig(Section):
 
 def main(path: Path, config: AnalysisConfig) -> None:
     require_packages()
-    subject = Subject.find(path)
-    model = read_model_config(subject.checkpoint)
+    evaluated = EvaluatedCheckpoint.find(path)
+    model = read_model_config(evaluated.checkpoint)
     if "T" not in model.pattern or model.heads == 1:
         raise ConfigError(
-            f"{subject.home}: no TSSA layer with several heads: model.pattern={model.pattern}, "
+            f"{evaluated.home}: no TSSA layer with several heads: model.pattern={model.pattern}, "
             f"model.heads={model.heads}; give a model with such a layer"
         )
     if model.context_length < 2:
-        raise ConfigError(f"{subject.home}: sequences are too short: model.context_length=1; give another model")
-    shards = subject.open_shards(config.heldout.shards)
-    kept = [folder for folder in step_folders(subject.home) if (folder / MANIFEST).is_file()]
-    identity = subject.identity(config, shards)
+        raise ConfigError(f"{evaluated.home}: sequences are too short: model.context_length=1; give another model")
+    shards = evaluated.open_shards(config.heldout.shards)
+    kept = [folder for folder in step_folders(evaluated.home) if (folder / MANIFEST).is_file()]
+    identity = evaluated.identity(config, shards)
     identity["kept"] = {folder.name: sha256_file(folder / MANIFEST) for folder in kept}
-    results = subject.reusable(PROTOCOL, identity)
+    results = evaluated.reusable(PROTOCOL, identity)
     if results is None:
         started = time.monotonic()
-        results = measure(subject, shards, config, kept)
-        subject.write_results(PROTOCOL, identity, started, results)
-    print(f"wrote {write_page(subject, results)}")
+        results = measure(evaluated, shards, config, kept)
+        evaluated.write_results(PROTOCOL, identity, started, results)
+    print(f"wrote {write_page(evaluated, results)}")
 
 
-def measure(subject: Subject, shards: Shards, config: AnalysisConfig, kept: list[Path]) -> dict[str, Any]:
+def measure(evaluated: EvaluatedCheckpoint, shards: Shards, config: AnalysisConfig, kept: list[Path]) -> dict[str, Any]:
     """Results of both analyses. Raises DataError if the held-out text is too short."""
     device, settings = pick_device(), config.memberships
-    model = load(subject.checkpoint, device)
+    model = load(evaluated.checkpoint, device)
     contexts = memberships.fitting_contexts(model.config, settings.context_tokens, settings.probe_tokens)
     text = read_text(shards, settings.sequences, model.config.context_length, max(contexts, default=0))
     of = Analysis(model, text.to(device))
@@ -98,17 +98,17 @@ def measure(subject: Subject, shards: Shards, config: AnalysisConfig, kept: list
     }
 
 
-def write_page(subject: Subject, results: dict[str, Any]) -> Path:
+def write_page(evaluated: EvaluatedCheckpoint, results: dict[str, Any]) -> Path:
     """Write the page and its figures beside results.json."""
-    page = Page(f"TSSA layers of {subject.home.resolve().name}", figures="figures")
+    page = Page(f"TSSA layers of {evaluated.home.resolve().name}", figures="figures")
     sections = [
         f"# {escape(page.title)}",
-        f"Checkpoint {code(str(subject.checkpoint))}.",
+        f"Checkpoint {code(str(evaluated.checkpoint))}.",
         *memberships.section(results["memberships"], page),
         *coding_rate.section(results["coding_rates"], page),
         page.figure_files(),
     ]
-    return page.write(subject.results_path(PROTOCOL).parent, sections)
+    return page.write(evaluated.results_path(PROTOCOL).parent, sections)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from delta_naive import delta_rule_naive
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from tost_lm.mixers.delta.naive import delta_rule_naive
 from tost_lm.mixers.delta.operator import delta_rule, delta_rule_step
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.testing import assert_as_accurate

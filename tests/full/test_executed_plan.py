@@ -10,7 +10,7 @@ from memory_of_training import settings_of, train_measured
 from test_plan_on_ranks import FEW_NUMBERS, by_kind
 
 from tost_lm.config import find_recipe, load_config, validate
-from tost_lm.pretrain.plan import estimate as plan
+from tost_lm.pretrain.plan import traffic
 from tost_lm.pretrain.plan.fit import complete
 from tost_lm.pretrain.plan.memory import peak_moment
 from tost_lm.pretrain.plan.settings import PlanConfig
@@ -54,7 +54,7 @@ def test_large_worlds_are_as_planned(recipe: str, words: str):
     config = complete(load_config(PlanConfig, find_recipe(Path(recipe)), [*words.split(), *always]))
     world = config.cluster.ranks
     expected = defaultdict[str, float](float)
-    for one in plan.collectives(config):
+    for one in traffic.collectives(config):
         expected[one.kind] += one.input_bytes
     whole = peak_moment(config, world, whole_buckets=True).total
     settings = {name: getattr(config, name).model_dump(mode="json") for name in settings_of()}

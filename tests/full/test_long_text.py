@@ -17,8 +17,8 @@ from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
+from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.ranks import Ranks
-from tost_lm.inference.subject import Subject
 from tost_lm.inference.text import TextFile, score_text
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.parallel.apply import ShardedInference, parallelize
@@ -112,13 +112,13 @@ def test_memory_is_flat_and_ranks_and_interruptions_do_not_change_the_result(fol
 
 def score_in_float64(folder: Path, ranks: int) -> float:
     """Nats of the long text in float64."""
-    subject = Subject.find(folder / "model")
+    evaluated = EvaluatedCheckpoint.find(folder / "model")
     model, on = tost_lm.load(folder / "model").double(), Ranks()
     if ranks > 1:
         world = start_world("cpu")
         mesh = build_mesh(world, ParallelConfig(sequence=ranks))
         model, on = ShardedInference(parallelize(model, mesh), model.config, mesh).eval(), Ranks(world.rank, mesh)
-    return score_text(model, subject.tokenizer(), TextFile.check(folder / f"{LONG}.txt", "text"), on)[0]["nats"]
+    return score_text(model, evaluated.tokenizer(), TextFile.check(folder / f"{LONG}.txt", "text"), on)[0]["nats"]
 
 
 @pytest.mark.timeout(3600)

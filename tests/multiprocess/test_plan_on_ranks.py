@@ -13,6 +13,7 @@ from tost_lm.mixers.delta import facts as delta_facts
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.plan import activations as plan_activations
 from tost_lm.pretrain.plan import estimate as plan
+from tost_lm.pretrain.plan import traffic
 from tost_lm.pretrain.plan.memory import END, peak_moment
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.testing import run_on_ranks
@@ -124,7 +125,7 @@ def test_messages_of_states_that_are_passed_on(tile_tokens: int, monkeypatch: py
     for module in (plan, plan_activations, delta_facts):
         monkeypatch.setattr(module, "ALL_GATHER_RANKS", 1)
     on_ranks = run_on_ranks(by_all_to_alls, 4, train_measured, settings)
-    expected = [one for one in plan.collectives(planned(settings)) if one.kind == "all-to-all"]
+    expected = [one for one in traffic.collectives(planned(settings)) if one.kind == "all-to-all"]
     sent = [measured.sent["all_to_all_single"] for measured in on_ranks]
     assert {calls for calls, _ in sent} == {sum(one.calls for one in expected)}
     assert sum(size for _, size in sent) == 4 * sum(one.input_bytes for one in expected)
@@ -144,7 +145,7 @@ def by_kind(measured: Measured) -> dict[str, tuple[int, int]]:
 def assert_sent_as_planned(measured: Measured, settings: Settings) -> None:
     config = planned(settings)
     for kind, names in KINDS.items():
-        expected = sum(one.input_bytes for one in plan.collectives(config) if one.kind == kind)
+        expected = sum(one.input_bytes for one in traffic.collectives(config) if one.kind == kind)
         sent = sum(size for name, (_, size) in measured.sent.items() if name in names)
         assert expected <= sent <= expected + FEW_NUMBERS
 

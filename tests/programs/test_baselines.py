@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from tost_lm.data.shards import Shards
-from tost_lm.inference.hugging_face import find_subject
+from tost_lm.inference.hugging_face import find_evaluated
 from tost_lm.testing import FLOAT32_REORDERED
 
 LAMBADA = "lambada_openai@lm-eval"
@@ -67,7 +67,7 @@ def test_a_folder_of_the_library_is_read_by_every_task_and_generates(folder: Pat
     own = ["documents.lines.file=lines.jsonl", "documents.lines.text=body"]
     run("tost eval", "gpt2", "text", "positions", "lines", *words, *own, cwd=folder)
     found = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("gpt2/eval/*/results.json")}
-    tokenizer = find_subject(folder / "gpt2").tokenizer()
+    tokenizer = find_evaluated(folder / "gpt2").tokenizer()
     model = GPT2LMHeadModel.from_pretrained(folder / "gpt2").eval()
     ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(text)]])
     with torch.no_grad():

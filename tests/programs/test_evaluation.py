@@ -344,7 +344,11 @@ def test_shards_of_another_tokenizer_are_rejected(copy: Path, prepared: Path):
             ["runs/tiny", "lambada_openai@lm-eval", "sets.lambada_openai=runs/tiny/config.toml"],
             "runs/tiny/config.toml, line 1: wrong format, the file looks like plain text; give JSON lines",
         ),
-        ("tost eval", ["runs/tiny", "wikitext2@hf-stride65", "sets.wikitext2=run.toml"], "longer than a window of 64"),
+        (
+            "tost eval",
+            ["runs/tiny", "wikitext2@hf-stride65", "sets.wikitext2=runs/tiny/config.toml"],
+            "longer than a window of 64",
+        ),
         ("tost eval", ["runs/tiny", "needle", "needle.lengths=[128]"], "128 exceeds the model's positions (64)"),
         ("tost eval", ["runs/tiny", "needle", "needle.lengths=[10]"], "10 tokens are too few"),
         (

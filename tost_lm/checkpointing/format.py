@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
@@ -38,6 +38,8 @@ from tost_lm.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from tost_lm.data.tokenizers import Tokenizer
 
 FORMAT = "tost_lm.checkpoint.v2"
 MANIFEST = "manifest.json"
@@ -74,15 +76,6 @@ class _Manifest(Section):
 
     format: Literal["tost_lm.checkpoint.v2"]
     files: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")], _File]
-
-
-class TokenizerFile(Protocol):
-    """The file of a tokenizer in a checkpoint."""
-
-    @property
-    def file_name(self) -> str: ...
-    @property
-    def model_bytes(self) -> bytes: ...
 
 
 @with_config(ConfigDict(extra="forbid", strict=True))
@@ -214,7 +207,7 @@ def write_checkpoint(
     folder: Path,
     config: Section,
     weights: dict[str, "Tensor"],
-    tokenizer: TokenizerFile | None,
+    tokenizer: "Tokenizer | None",
     write_extra: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write a model folder under a temporary name, hash its files and rename it. `write_extra(folder)` adds files.
@@ -261,7 +254,7 @@ def write_tensors(path: Path, tensors: dict[str, "Tensor"]) -> None:
 
 
 def metadata_files(
-    config: Section, tokenizer: TokenizerFile | None, shard_of: Mapping[str, str], total_bytes: int
+    config: Section, tokenizer: "Tokenizer | None", shard_of: Mapping[str, str], total_bytes: int
 ) -> dict[str, bytes]:
     """The contents of a model folder's files except the shards and the manifest, by name.
 

@@ -27,7 +27,6 @@ from tost_lm.checkpointing.format import (
     SETTINGS,
     FileEntry,
     Progress,
-    TokenizerFile,
     flush_and_hash,
     metadata_files,
     publish_checkpoint,
@@ -37,6 +36,7 @@ from tost_lm.checkpointing.format import (
 )
 from tost_lm.checkpointing.run_folder import prune, require_disk_space, require_disk_space_for_run, step_folder
 from tost_lm.checkpointing.settings import CheckpointConfig
+from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import CheckpointError
 from tost_lm.files import make_temp_folder
 from tost_lm.model.lm import parameter_shapes
@@ -57,7 +57,7 @@ class RunFiles(NamedTuple):
     """Raises TrainingError when it is no longer the folder of this launch (`run_lock`)."""
     settings: str
     """Settings of the run, as TOML."""
-    tokenizer: TokenizerFile
+    tokenizer: Tokenizer
     card: Callable[[Path], str]
     """The model card of a checkpoint folder that has all files but the manifest."""
 

@@ -25,44 +25,44 @@ PROMPT_CHARACTERS, TEXT_CHARACTERS = 2_000, 20_000  # kept in results.json, for 
 
 
 def main(path: Path, config: GenerateConfig) -> None:
-    from tost_lm.inference.hugging_face import find_subject
+    from tost_lm.inference.evaluated import SAMPLE
+    from tost_lm.inference.hugging_face import find_evaluated
     from tost_lm.inference.ranks import joined_ranks
-    from tost_lm.inference.subject import SAMPLE
 
     started = time.monotonic()
     sample = config.sample
     start_ranks("generate", ranks_of_launch(config.parallel.model_ranks))
     with joined_ranks(config.parallel) as ranks:
-        subject = find_subject(path)
+        evaluated = find_evaluated(path)
 
         from tost_lm.inference.generation import Continuation, Sampling, print_stream, print_text, state_bytes
         from tost_lm.inference.text_file import TextFile, ids_of
 
         file = TextFile.check(sample.prompt_file, "sample.prompt_file") if sample.prompt_file else None
-        identity = subject.identity(config, None) | {"prompt_sha256": file.sha256 if file else None}
-        if results := ranks.reusable(subject, SAMPLE, identity):
+        identity = evaluated.identity(config, None) | {"prompt_sha256": file.sha256 if file else None}
+        if results := ranks.reusable(evaluated, SAMPLE, identity):
             print_text(results["prompt"] + results["text"] + "\n")
             if results["characters"] > len(results["text"]):
-                print(f"… full text: {subject.results_path(SAMPLE).with_name('text.txt')}")
+                print(f"… full text: {evaluated.results_path(SAMPLE).with_name('text.txt')}")
             return
 
         from tost_lm.files import atomic_writer
         from tost_lm.model.streaming import TILE_TOKENS, in_tiles, prefill
 
-        tokenizer = subject.tokenizer()
-        model = ranks.load(subject)
+        tokenizer = evaluated.tokenizer()
+        model = ranks.load(evaluated)
         prompt_ids = ids_of(tokenizer, file.blocks() if file else [sample.prompt])
         output = prefill(model, in_tiles(prompt_ids, TILE_TOKENS))
         assert output.state is not None
         prompt_tokens, bytes_of_state = output.state.positions[0], state_bytes(output.state, ranks.tensor_ranks)
         prompt = file.end(PROMPT_CHARACTERS) if file else sample.prompt[-PROMPT_CHARACTERS:]
         sampling = Sampling(sample.temperature, sample.top_k, sample.top_p, sample.seed)
-        name = str(subject.checkpoint)
+        name = str(evaluated.checkpoint)
         continuation = Continuation(model, output, tokenizer, sample.tokens, sampling, sample.stop, name)
         del output  # decoding has a copy of its state
         print_text(prompt)
         generation_started = time.monotonic()
-        text_path = subject.results_path(SAMPLE).with_name("text.txt")
+        text_path = evaluated.results_path(SAMPLE).with_name("text.txt")
         with atomic_writer(text_path) if ranks.rank == 0 else open(os.devnull, "wb") as target:
             generated = print_stream(continuation, target, TEXT_CHARACTERS)
         seconds = time.monotonic() - generation_started
@@ -79,7 +79,7 @@ def main(path: Path, config: GenerateConfig) -> None:
         "kept_tokens": model.config.kept_tokens,
         "state_bytes_after_prompt": bytes_of_state,
     }
-    subject.write_results(SAMPLE, identity, started, results)
+    evaluated.write_results(SAMPLE, identity, started, results)
 
 
 def run() -> NoReturn:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tost_lm.data.samples import ConcatenatedSamples, Order, PackedSamples, Samples, Segments, permuted
+from tost_lm.data.samples import ConcatenatedSamples, Order, PackedSamples, Segments, permuted
 from tost_lm.data.shards import Concatenation, Shards
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
@@ -221,7 +221,7 @@ class TrainingBatches:
         self.folders = [one.folder for one in corpora.shards]
         """Of each corpus."""
         self._mixture = Mixture(corpora.weights, seed)
-        self._samples: list[Samples] = [
+        self._samples = [
             PackedSamples(one.lengths(documents), seq_len, number, seed)
             if packing == "best-fit"
             else ConcatenatedSamples(tokens, seq_len, number, seed)

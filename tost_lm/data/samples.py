@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -90,22 +90,10 @@ class Segments(NamedTuple):
     """Whether the first input is the end-of-text id instead of the token before the first label, bool [S]."""
 
 
-class Samples(Protocol):
-    """The samples of one corpus. Each epoch has every sample once, in an order of its own."""
-
-    def __len__(self) -> int:
-        """Samples per epoch."""
-        ...
-
-    def segments(self, sample_N: "np.ndarray") -> Segments:
-        """The segments of the samples with these numbers, which count from 0 over all epochs."""
-        ...
-
-
 class ConcatenatedSamples:
     """The published samples: sample w has the tokens [w·T, (w + 1)·T) as labels, across document boundaries.
 
-    Every token is a label once per epoch. The last sample is padded.
+    Every token is a label once per epoch, and each epoch has an order of its own. The last sample is padded.
     """
 
     def __init__(self, tokens: int, seq_len: int, corpus: int, seed: int) -> None:
@@ -113,9 +101,11 @@ class ConcatenatedSamples:
         self._corpus, self._seed = corpus, seed
 
     def __len__(self) -> int:
+        """Samples per epoch."""
         return -(-self._tokens // self._seq_len)
 
     def segments(self, sample_N: "np.ndarray") -> Segments:
+        """The segments of the samples with these numbers, which count from 0 over all epochs."""
         epoch_N, position_N = np.divmod(sample_N, len(self))
         window_N = np.empty_like(position_N)
         for epoch, chosen in runs(epoch_N):
@@ -170,7 +160,7 @@ class PackedSamples:
         return int(self._samples.sum())
 
     def segments(self, sample_N: "np.ndarray") -> Segments:
-        """Implements `Samples.segments`. Each epoch has its own order of groups, and of the samples in each group."""
+        """As of `ConcatenatedSamples`. Each epoch has its own order of groups, and of the samples in each group."""
         found = []
         epoch_N, position_N = np.divmod(sample_N, len(self))
         for epoch, in_epoch in runs(epoch_N):

@@ -24,11 +24,11 @@ from tqdm import tqdm
 
 from tost_lm.config import require_local
 from tost_lm.errors import CheckpointError, ConfigError, DataError
+from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.generation import Continuation, LanguageModel, Sampling
 from tost_lm.inference.likelihood import score_requests
 from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.requests import Likelihoods, Request, disjoint_windows, left_truncated
-from tost_lm.inference.subject import Subject
 from tost_lm.model.streaming import TILE_TOKENS, in_tiles, prefill
 
 GENERATED_TOKENS = 256  # default of the harness's other models
@@ -78,8 +78,8 @@ class HarnessModel(TemplateLM):
                 f"--model_args of tost_lm: {problem}; give pretrained=RUN, batch_size, device, max_length and tokenizer"
             )
         require_local("pretrained", pretrained)
-        self.subject = Subject.find(Path(str(pretrained)))
-        self.text_tokenizer = self.subject.lossless_tokenizer()
+        self.evaluated = EvaluatedCheckpoint.find(Path(str(pretrained)))
+        self.text_tokenizer = self.evaluated.lossless_tokenizer()
         self.model = self._load(device)
         self.window, limit = max_length or self.model.config.context_length, self.model.config.position_limit
         if not isinstance(self.window, int) or self.window < 1 or (limit is not None and self.window > limit):
@@ -92,14 +92,14 @@ class HarnessModel(TemplateLM):
 
     def _load(self, device: str | None) -> LanguageModel:
         if device in (None, HARNESS_DEVICE):
-            return self.ranks.load(self.subject)
+            return self.ranks.load(self.evaluated)
         if self.ranks.mesh:
             raise ConfigError(f"--device {device}: each rank has its own device; leave it out")
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
             raise ConfigError(f"--device {device}: {str(error).splitlines()[0]}; give cpu or cuda") from None
-        return self.subject.load(device)
+        return self.evaluated.load(device)
 
     @property
     def eot_token_id(self) -> int:
@@ -121,7 +121,7 @@ class HarnessModel(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Identity of the checkpoint, which the harness writes into its results."""
-        identity = self.subject.identity(None, None) | {"window": self.window}
+        identity = self.evaluated.identity(None, None) | {"window": self.window}
         return {name: value for name, value in identity.items() if value is not None}
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -149,7 +149,7 @@ class HarnessModel(TemplateLM):
         scores = score_requests(self.model, requests, self.batch_tokens, self.ranks)
         if not np.isfinite(scores.nats).all():
             raise CheckpointError(
-                f"{self.subject.checkpoint}: its scores are not finite (NaN or infinite); use an earlier checkpoint"
+                f"{self.evaluated.checkpoint}: its scores are not finite (NaN or infinite); use an earlier checkpoint"
             )
         return scores
 
@@ -193,7 +193,7 @@ class HarnessModel(TemplateLM):
         tokens, sampling = settings.tokens, settings.sampling._replace(seed=seed)
         if limit is not None:
             ids = ids[-(limit - tokens) :]
-        output, name = prefill(self.model, in_tiles(ids, TILE_TOKENS)), str(self.subject.checkpoint)
+        output, name = prefill(self.model, in_tiles(ids, TILE_TOKENS)), str(self.evaluated.checkpoint)
         return "".join(Continuation(self.model, output, self.text_tokenizer, tokens, sampling, settings.stops, name))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tost_lm.errors import TostError
 from tost_lm.files import write_atomically
-from tost_lm.inference.subject import Subject
+from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.markdown import code, escape, table
 from tost_lm.page import to_html, to_markdown
 from tost_lm.tasks.sections import EvaluatedModel
@@ -13,30 +13,32 @@ from tost_lm.tasks.table import HEADER, NOTHING, TableRow
 from tost_lm.tasks.task import Family, Task
 
 
-def write_suite(subject: Subject, tasks: Sequence[tuple[Family, Task]], failed: Mapping[str, TostError]) -> Path:
-    """Write suite.md and suite.html into the folder `eval` of the subject. Returns the path of suite.html.
+def write_suite(
+    evaluated: EvaluatedCheckpoint, tasks: Sequence[tuple[Family, Task]], failed: Mapping[str, TostError]
+) -> Path:
+    """Write suite.md and suite.html into the folder `eval` of its home. Returns the path of suite.html.
 
     Args:
         failed: errors of the tasks that failed. Their earlier results are not shown.
     """
-    title = f"Evaluation of {subject.home.resolve().name}"
-    markdown = to_markdown(_sections(title, subject, tasks, failed))
-    folder = subject.home / "eval"
+    title = f"Evaluation of {evaluated.home.resolve().name}"
+    markdown = to_markdown(_sections(title, evaluated, tasks, failed))
+    folder = evaluated.home / "eval"
     write_atomically(folder / "suite.md", markdown)
     write_atomically(folder / "suite.html", to_html(markdown, {}, title))
     return folder / "suite.html"
 
 
 def _sections(
-    title: str, subject: Subject, tasks: Sequence[tuple[Family, Task]], failed: Mapping[str, TostError]
+    title: str, evaluated: EvaluatedCheckpoint, tasks: Sequence[tuple[Family, Task]], failed: Mapping[str, TostError]
 ) -> Iterator[str]:
-    hashes = subject.hashes()
+    hashes = evaluated.hashes()
     yield f"# {escape(title)}"
     yield (
-        f"Checkpoint {code(subject.checkpoint.name)} (SHA-256 {hashes['checkpoint_sha256'][:12]}), tokenizer (SHA-256 "
-        f"{hashes['tokenizer_sha256'][:12]})."
+        f"Checkpoint {code(evaluated.checkpoint.name)} (SHA-256 {hashes['checkpoint_sha256'][:12]}), tokenizer "
+        f"(SHA-256 {hashes['tokenizer_sha256'][:12]})."
     )
-    yield table(HEADER, [row for _, task in tasks for row in _rows_of(task, subject, failed.get(task.name))])
+    yield table(HEADER, [row for _, task in tasks for row in _rows_of(task, evaluated, failed.get(task.name))])
     yield (
         "± is the standard error over examples. A published result is comparable if task, test set file and window "
         "length are the same and, for metrics per token, the tokenizer. The published results have no standard error. "
@@ -44,10 +46,10 @@ def _sections(
     )
 
 
-def _rows_of(task: Task, subject: Subject, failure: TostError | None) -> Iterator[TableRow]:
+def _rows_of(task: Task, evaluated: EvaluatedCheckpoint, failure: TostError | None) -> Iterator[TableRow]:
     if failure:
         yield TableRow(task.name, NOTHING, f"failed: {failure}", *[NOTHING] * 3)
         return
-    results = EvaluatedModel(subject.home).results(task.name)
+    results = EvaluatedModel(evaluated.home).results(task.name)
     assert results is not None, f"{task.name}: the evaluation has ended without results"
     yield from task.table_rows(results)

@@ -22,7 +22,7 @@ from tost_lm.data.shards import Shards
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import SHOWN, CheckpointError, ConfigError, install_hint, printable
 from tost_lm.files import sha256_bytes, xxh3_file
-from tost_lm.inference.subject import HUB, Subject, hub_home, open_valid
+from tost_lm.inference.evaluated import HUB, EvaluatedCheckpoint, hub_home, open_valid
 from tost_lm.model import LMOutput, LMState
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, logit_tile_tokens
 
@@ -42,9 +42,9 @@ BUILT_IN = {
 """Settings by which transformers loads kernels from the hub or runs other packages, and their values that do not."""
 
 
-def find_subject(path: Path) -> Subject:
-    """The subject of a run, step folder or export, of a folder that `save_pretrained` wrote, or of `hub:NAME`, which is
-    downloaded.
+def find_evaluated(path: Path) -> EvaluatedCheckpoint:
+    """The checkpoint of a run, step folder or export, of a folder that `save_pretrained` wrote, or of `hub:NAME`, which
+    is downloaded.
 
     Raises:
         CheckpointError: the path is none of these.
@@ -52,13 +52,13 @@ def find_subject(path: Path) -> Subject:
     """
     name = str(path)
     if name.startswith(HUB):
-        return HuggingFaceSubject(_download(name.removeprefix(HUB)), hub_home(path))
+        return HuggingFaceCheckpoint(_download(name.removeprefix(HUB)), hub_home(path))
     if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
-        return HuggingFaceSubject(path, path)
-    return Subject.find(path)
+        return HuggingFaceCheckpoint(path, path)
+    return EvaluatedCheckpoint.find(path)
 
 
-class HuggingFaceSubject(Subject):
+class HuggingFaceCheckpoint(EvaluatedCheckpoint):
     """A folder that `save_pretrained` wrote. Code in it is never run."""
 
     def tokenizer(self) -> "HuggingFaceTokenizer":
@@ -308,12 +308,12 @@ def transformers_library() -> Any:
     return transformers
 
 
-def _guarded(subject: Subject, load: Callable[[], Any]) -> Any:
+def _guarded(evaluated: EvaluatedCheckpoint, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:  # each architecture raises its own errors
         raise CheckpointError(
-            f"{subject.checkpoint}: cannot be loaded ({_first_line(error)}); give a causal language model of "
+            f"{evaluated.checkpoint}: cannot be loaded ({_first_line(error)}); give a causal language model of "
             "transformers, because code in a model folder is never run"
         ) from None
 

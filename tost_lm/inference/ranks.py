@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tost_lm.config import leaves
 from tost_lm.errors import ConfigError, install_hint
+from tost_lm.inference.evaluated import EvaluatedCheckpoint, pick_device
 from tost_lm.inference.settings import RanksConfig
-from tost_lm.inference.subject import Subject, pick_device
 from tost_lm.parallel.graceful_stop import StopRequest, Terminated
 
 if TYPE_CHECKING:
@@ -122,22 +122,22 @@ class Ranks:
 
         return all_gather_object(value)
 
-    def load(self, subject: Subject) -> "LanguageModel":
-        """The subject's model in evaluation mode; all ranks call it.
+    def load(self, evaluated: EvaluatedCheckpoint) -> "LanguageModel":
+        """The checkpoint's model in evaluation mode; all ranks call it.
 
         Raises:
             CheckpointError: the model cannot be loaded.
             ConfigError: the heads or the vocabulary cannot be divided evenly.
         """
-        return subject.load(pick_device()) if self.mesh is None else subject.load_on_ranks(self.mesh)
+        return evaluated.load(pick_device()) if self.mesh is None else evaluated.load_on_ranks(self.mesh)
 
-    def reusable(self, subject: Subject, task: str, identity: dict[str, Any]) -> dict[str, Any] | None:
-        """The results that rank 0 finds, as in `Subject.reusable`; all ranks call it before any of them writes.
+    def reusable(self, evaluated: EvaluatedCheckpoint, task: str, identity: dict[str, Any]) -> dict[str, Any] | None:
+        """The results that rank 0 finds, as in `EvaluatedCheckpoint.reusable`; all ranks call it before any writes.
 
         Raises:
             ConfigError: the ranks have different checkpoints, texts or settings.
         """
-        results = subject.reusable(task, identity)
+        results = evaluated.reusable(task, identity)
         if self.mesh is None:
             return results
         from tost_lm.parallel.agreement import require_agreement

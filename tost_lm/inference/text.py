@@ -22,10 +22,10 @@ from torch import Tensor
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.files import regular_file, write_atomically
+from tost_lm.inference.evaluated import differing
 from tost_lm.inference.generation import LanguageModel
 from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.requests import rates
-from tost_lm.inference.subject import differing
 from tost_lm.inference.text_file import BLOCK_BYTES, TextFile, ids_of
 from tost_lm.mixers.registry import FACTS, mixer_class
 from tost_lm.model.block import LMState

@@ -7,18 +7,17 @@ a model. Checkpoints store the text of a plugin, which is only read, and its SHA
 import os
 import re
 import sys
-import traceback
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tost_lm.config import Section, validate
-from tost_lm.errors import ConfigError, printable
+from tost_lm.errors import ConfigError
 from tost_lm.files import regular_file, sha256_bytes
 from tost_lm.mixers.facts import MixerFacts, Plugin
 from tost_lm.mixers.registry import FACTS
+from tost_lm.user_files import run_user_file
 
 VARIABLE = "TOST_PLUGINS"
 """Files, separated as in PATH."""
@@ -60,29 +59,8 @@ def register(facts: MixerFacts, layer: type) -> None:
 
 def run_plugin(path: Path) -> None:
     """Run a file that the user has named, once for the same text. Raises ConfigError if it registers no mixer."""
-    try:
-        text = regular_file(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"plugin {path}: cannot be read: {error.strerror}; name a Python file") from None
-    sha256 = sha256_bytes(text)
-    if _is_registered(sha256):
-        return
-    module = ModuleType(f"tost_plugin_{sha256[:16]}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # where pickle and pydantic look for its classes
-    try:
-        exec(compile(text, module.__file__, "exec"), module.__dict__)
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:  # sys.exit(0) would end the program as if it had succeeded
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f" (line {frame.lineno})" for frame in frames if frame.filename == module.__file__]
-        place = lines[-1] if lines else ""  # the text of a SyntaxError has it
-        raise ConfigError(
-            f"plugin {path}: {type(error).__name__}: {printable(str(error))}{place}; correct the file"
-        ) from None
-    if not _is_registered(sha256):
-        raise ConfigError(f"plugin {path}: registers no mixer; call tost_lm.mixers.plugins.register in it")
+    missing = "registers no mixer; call tost_lm.mixers.plugins.register in it"
+    run_user_file(path, f"plugin {path}", _is_registered, missing)
 
 
 def run_named_plugins() -> None:

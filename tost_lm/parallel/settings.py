@@ -79,16 +79,6 @@ class ParallelConfig(LayoutConfig):
 
 def obstacle_to_tensor_ranks(model: ModelConfig, ranks: int) -> str | None:
     """Why `ranks` tensor ranks cannot split the model; None: they can."""
-    if obstacle := obstacle_to_split_blocks(model, ranks):
-        return obstacle
-    if model.vocab_size % ranks:
-        padded = -(-model.vocab_size // ranks) * ranks
-        return f"model.vocab_size {model.vocab_size} is not divisible by parallel.tensor {ranks}; pad it to {padded}"
-    return None
-
-
-def obstacle_to_split_blocks(model: ModelConfig, ranks: int) -> str | None:
-    """Why `ranks` tensor ranks cannot split the blocks of a model; None: they can."""
     if model.heads % ranks:
         return f"model.heads {model.heads} is not divisible by parallel.tensor {ranks}; choose a divisor of the heads"
     for facts, shape in model.mixers:
@@ -99,6 +89,9 @@ def obstacle_to_split_blocks(model: ModelConfig, ranks: int) -> str | None:
             f"the {model.mlp_width} hidden channels of model.mlp {model.mlp!r} are not divisible by parallel.tensor {ranks}; "
             "choose a divisor of them"
         )
+    if model.vocab_size % ranks:
+        padded = -(-model.vocab_size // ranks) * ranks
+        return f"model.vocab_size {model.vocab_size} is not divisible by parallel.tensor {ranks}; pad it to {padded}"
     return None
 
 

@@ -66,18 +66,13 @@ def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
     with torch.device("meta"):  # megatron-core's layers start with weights of their own
         embedding = VocabularyEmbedding(model.embedding, residual)
         model.split_ends(embedding, VocabularyHead(model.head, model.config, residual), residual.shard)
-        split_blocks(model, residual)
-
-
-def split_blocks(model: nn.Module, residual: "Residual") -> None:
-    """Replace mixers and MLPs by this rank's slices of them, on the meta device."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, TokenMixer):
-            module.split_heads(residual.axis.size, SoftmaxOverRanks(residual.axis))
-            _set_slices(module, module, residual.axis, **dict.fromkeys(module.OF_HEADS, TensorSlice(0)))
-        if isinstance(module, TokenMixer | Mlp):
-            model.set_submodule(f"{name}.in_proj", Column(module.in_proj, residual, module.groups))
-            model.set_submodule(f"{name}.out_proj", Row(module.out_proj, residual))
+        for name, module in list(model.named_modules()):
+            if isinstance(module, TokenMixer):
+                module.split_heads(axis.size, SoftmaxOverRanks(axis))
+                _set_slices(module, module, axis, **dict.fromkeys(module.OF_HEADS, TensorSlice(0)))
+            if isinstance(module, TokenMixer | Mlp):
+                model.set_submodule(f"{name}.in_proj", Column(module.in_proj, residual, module.groups))
+                model.set_submodule(f"{name}.out_proj", Row(module.out_proj, residual))
 
 
 def sum_gradients_of_replicas(parameters: Iterable[nn.Parameter], axis: Axis) -> None:

@@ -2,13 +2,15 @@
 
 import math
 import os
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from tost_lm.checkpointing.format import Progress, read_model_config
-from tost_lm.checkpointing.run_folder import find_checkpoint
+from tost_lm.checkpointing.run_folder import find_checkpoint, step_of
 from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.config import NAMES_FILES, Section, require_local
 from tost_lm.errors import ConfigError
@@ -285,85 +287,68 @@ class PretrainConfig(Section):
         return {**values, "model": {**model, "context_length": max(lengths)}}
 
     @model_validator(mode="after")
-    def _sequence_fits_positions(self) -> "PretrainConfig":
+    def _settings_fit_each_other(self) -> "PretrainConfig":
+        obstacles = chain(self._obstacles_of_model(), self._obstacles_of_compiler(), self._obstacles_of_tiles())
+        if obstacle := next(filter(None, obstacles), None):
+            raise ValueError(obstacle)
+        return self
+
+    def _obstacles_of_model(self) -> Iterator[str | None]:
+        """Problems of the model and its optimizer with their batches and ranks; None: there is none of a kind."""
         limit = self.model.position_limit
         if limit is not None and self.train.seq_len > limit:
-            raise ValueError(
+            yield (
                 f"train.seq_len {self.train.seq_len} is longer than model.max_positions {limit}: "
                 "raise model.max_positions or lower train.seq_len"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_fits_steps(self) -> "PretrainConfig":
-        if obstacle := obstacle_to_schedule(self.optim, self.train.steps):
-            raise ValueError(obstacle)
-        return self
-
-    @model_validator(mode="after")
-    def _model_fits_ranks(self) -> "PretrainConfig":
-        if obstacle := obstacle_to_tensor_ranks(self.model, self.parallel.tensor):
-            raise ValueError(obstacle)
+        yield obstacle_to_schedule(self.optim, self.train.steps)
+        yield obstacle_to_tensor_ranks(self.model, self.parallel.tensor)
         if self.train.dtype == "bfloat16" and self.parallel.zero_stage == 0:
-            raise ValueError(
-                "parallel.zero_stage 0 has no float32 master weights for train.dtype bfloat16: set stage 1, 2 or 3"
-            )
-        if self.train.compile and (self.parallel.tensor > 1 or self.parallel.zero_stage == 3):
-            found = f"tensor {self.parallel.tensor}" if self.parallel.tensor > 1 else "zero_stage 3"
-            raise ValueError(
-                f"train.compile does not support parallel.{found}, whose communication is no part of a compiled graph: set "
-                f"train.compile = false or parallel.{found.split()[0]} = 1"
-            )
-        if self.train.compile and self.memory.activation_checkpointing == "mixers":
-            raise ValueError(
-                "train.compile compiles whole blocks, and memory.activation_checkpointing mixers computes a part of them "
-                "again: set memory.activation_checkpointing = full or train.compile = false"
-            )
+            yield "parallel.zero_stage 0 has no float32 master weights for train.dtype bfloat16: set stage 1, 2 or 3"
         if self.train.seq_len < self.parallel.sequence:
-            raise ValueError(
+            yield (
                 f"train.seq_len {self.train.seq_len} is less than one token for each of parallel.sequence "
                 f"{self.parallel.sequence} ranks: lower parallel.sequence"
             )
-        return self
+        yield obstacle_to_deepspeed(self.deepspeed)
+        yield optimizer_of(self.optim).obstacle(self.parallel.tensor, self.parallel.zero_stage)
 
-    @model_validator(mode="after")
-    def _deepspeed_computes_the_same(self) -> "PretrainConfig":
-        if obstacle := obstacle_to_deepspeed(self.deepspeed):
-            raise ValueError(obstacle)
-        return self
-
-    @model_validator(mode="after")
-    def _optimizer_fits_ranks(self) -> "PretrainConfig":
-        if obstacle := optimizer_of(self.optim).obstacle(self.parallel.tensor, self.parallel.zero_stage):
-            raise ValueError(obstacle)
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_have_equally_many_mlp_tiles(self) -> "PretrainConfig":
-        tile, ranks = self.memory.mlp_tile_tokens, self.parallel.sequence
-        if tile and self.parallel.zero_stage == 3:
-            fewest, most = self.row_tokens // ranks, -(-self.row_tokens // ranks)
-            if -(-fewest // tile) != -(-most // tile):
-                raise ValueError(
-                    f"memory.mlp_tile_tokens {tile}: sequence ranks have {fewest} or {most} of {self.row_tokens} tokens, "
-                    "which are different numbers of tiles, and parallel.zero_stage 3 gathers weights for each tile: set "
-                    f"train.seq_len to a multiple of parallel.sequence {ranks}"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _tiles_are_possible(self) -> "PretrainConfig":
-        if self.memory.tile_tokens and self.train.compile and self.model.kept_tokens is None:
-            raise ValueError(
+    def _obstacles_of_compiler(self) -> Iterator[str]:
+        if not self.train.compile:
+            return
+        if self.parallel.tensor > 1 or self.parallel.zero_stage == 3:
+            found = f"tensor {self.parallel.tensor}" if self.parallel.tensor > 1 else "zero_stage 3"
+            yield (
+                f"train.compile does not support parallel.{found}, whose communication is no part of a compiled graph: set "
+                f"train.compile = false or parallel.{found.split()[0]} = 1"
+            )
+        if self.memory.activation_checkpointing == "mixers":
+            yield (
+                "train.compile compiles whole blocks, and memory.activation_checkpointing mixers computes a part of them "
+                "again: set memory.activation_checkpointing = full or train.compile = false"
+            )
+        if self.memory.tile_tokens and self.model.kept_tokens is None:
+            yield (
                 "memory.tile_tokens: train.compile does not support layers whose state grows with the length, as softmax "
                 "attention without a window: set train.compile = false or model.softmax.window"
             )
-        if self.memory.tile_tokens and self.parallel.zero_stage == 3:
-            raise ValueError(
+
+    def _obstacles_of_tiles(self) -> Iterator[str]:
+        if self.parallel.zero_stage < 3:
+            return
+        tile, ranks = self.memory.mlp_tile_tokens, self.parallel.sequence
+        fewest, most = self.row_tokens // ranks, -(-self.row_tokens // ranks)
+        if tile and -(-fewest // tile) != -(-most // tile):
+            yield (
+                f"memory.mlp_tile_tokens {tile}: sequence ranks have {fewest} or {most} of {self.row_tokens} tokens, "
+                "which are different numbers of tiles, and parallel.zero_stage 3 gathers weights for each tile: set "
+                f"train.seq_len to a multiple of parallel.sequence {ranks}"
+            )
+        if self.memory.tile_tokens:
+            yield (
                 "memory.tile_tokens: parallel.zero_stage 3 would gather all weights again for each tile: set stage 0, 1 "
                 "or 2"
             )
-        return self
 
     @property
     def run_folder(self) -> Path:
@@ -388,8 +373,7 @@ class PretrainConfig(Section):
     @property
     def own_steps(self) -> int:
         """Steps of this run: of a branch, those after the step that its step folder is named after."""
-        _, _, step = (self.train.branch_from or Path()).name.partition("step_")
-        return self.train.steps - (int(step) if step.isdecimal() else 0)
+        return self.train.steps - (step_of(self.train.branch_from or Path()) or 0)
 
     @property
     def last_step(self) -> int:

@@ -5,7 +5,7 @@ decide by values that are equal on all of them.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER
 from tost_lm.checkpointing.run_lock import run_lock
@@ -25,8 +25,11 @@ from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.spikes import SpikeGuard
 from tost_lm.pretrain.start import StartPoint, start_engine
 from tost_lm.pretrain.step import build_batches, explain_out_of_memory, tiling_of, train_step, with_tile_size
-from tost_lm.pretrain.validation import Evaluation, build_validation
+from tost_lm.pretrain.validation import build_validation
 from tost_lm.torch_internals import enable_flight_recorder
+
+if TYPE_CHECKING:
+    from tost_lm.tasks.in_training import TasksInTraining
 
 
 def train(
@@ -34,7 +37,7 @@ def train(
     corpora: Corpora,
     start: StartPoint,
     graceful_stop: GracefulStop,
-    evaluation: Evaluation | None = None,
+    evaluation: "TasksInTraining | None" = None,
 ) -> str:
     """Train to `train.steps` or `run.stop_at_step`, from the checkpoint of `start` or from step 0.
 
@@ -66,7 +69,7 @@ def train(
 
 
 def _require_agreement(
-    config: PretrainConfig, corpora: Corpora, start: StartPoint, evaluation: Evaluation | None
+    config: PretrainConfig, corpora: Corpora, start: StartPoint, evaluation: "TasksInTraining | None"
 ) -> None:
     facts = {**settings_as_facts(config), "shards": corpora.fingerprint, "checkpoint": str(start.resume_from)}
     if evaluation:
@@ -88,7 +91,7 @@ class Launch:
         corpora: Corpora,
         start: StartPoint,
         graceful_stop: GracefulStop,
-        evaluation: Evaluation | None,
+        evaluation: "TasksInTraining | None",
         world: World,
         heartbeat: Heartbeat,
         check_folder: Callable[[], None],

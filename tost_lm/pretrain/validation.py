@@ -1,12 +1,12 @@
-"""Measurements during training: the loss on held-out documents, and an evaluation.
+"""The loss on held-out documents during training.
 
 Shape suffixes: B rows, T tokens of a row, P ranges of positions, C corpora, A micro-batches, N samples of one.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,20 +21,6 @@ from tost_lm.pretrain.step import build_batches
 from tost_lm.pretrain.tiled import Tiling
 
 LOG_EVERY_S = 10.0
-
-
-class Evaluation(Protocol):
-    """Evaluates a model during training."""
-
-    @property
-    def facts(self) -> Mapping[str, str]:
-        """Facts that all ranks must agree on, by name."""
-        ...
-
-    def measure(self, engine: Any, mesh: Mesh, beat: Callable[[], None]) -> list[dict[str, Any]]:
-        """A row for each protocol, the same on all ranks, which all call it: `protocol`, `headline` (the metric that
-        is logged) and metrics by name. All ranks call `beat` equally often, at least once per micro-batch."""
-        ...
 
 
 def build_validation(config: PretrainConfig, corpora: Corpora, mesh: Mesh, tiling: Tiling) -> "Validation | None":

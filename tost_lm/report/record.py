@@ -20,7 +20,7 @@ from tost_lm.checkpointing.run_folder import read_record
 from tost_lm.config import leaves, read_toml
 from tost_lm.errors import ConfigError
 from tost_lm.files import regular_file
-from tost_lm.inference.subject import Subject
+from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.page import POSITION, Chart, column, line_data, marker, new_figure, position_axis, step_axis
 from tost_lm.redaction import redact_text
 from tost_lm.tasks.sections import EvaluatedModel
@@ -74,13 +74,13 @@ class RunRecord(EvaluatedModel):
     @cached_property
     def parameters(self) -> int:
         """Number of parameters without learned positions, as published numbers count them."""
-        weights = StoredTensors(self.subject.checkpoint, "model", framework="np")
+        weights = StoredTensors(self.evaluated.checkpoint, "model", framework="np")
         return sum(prod(weights.shape(name)) for name in weights if name != "positions.weight")
 
     @property
     def step(self) -> int:
         """Training steps of the checkpoint."""
-        return int(self.subject.checkpoint.name.removeprefix("step_"))
+        return int(self.evaluated.checkpoint.name.removeprefix("step_"))
 
     @property
     def tokens(self) -> int:
@@ -91,7 +91,7 @@ class RunRecord(EvaluatedModel):
 
 def is_export(folder: Path) -> bool:
     """Whether `folder` is a checkpoint outside of a run. Raises CheckpointError if it is damaged."""
-    return (folder / MANIFEST).is_file() and Subject.find(folder).home == folder
+    return (folder / MANIFEST).is_file() and EvaluatedCheckpoint.find(folder).home == folder
 
 
 def _branched(events: list[dict[str, Any]]) -> dict[str, Any] | None:

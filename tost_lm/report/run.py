@@ -7,7 +7,7 @@ from tost_lm.checkpointing.format import MANIFEST, read_entries
 from tost_lm.config import validate
 from tost_lm.errors import DataError
 from tost_lm.files import sha256_file
-from tost_lm.inference.subject import SAMPLE
+from tost_lm.inference.evaluated import SAMPLE
 from tost_lm.markdown import escape, fenced, table
 from tost_lm.model import ModelConfig
 from tost_lm.page import Page
@@ -94,7 +94,7 @@ def software(run: RunRecord) -> str:
 
 def files(run: EvaluatedModel, page: Page) -> str:
     """Hashes of the evaluated files."""
-    checkpoint = run.subject.checkpoint
+    checkpoint = run.evaluated.checkpoint
     rows = [(f"{checkpoint.name}/{MANIFEST}", f"SHA-256 {sha256_file(checkpoint / MANIFEST)}")]
     rows += [(f"{checkpoint.name}/{name}", f"XXH3 {entry['xxh3']}") for name, entry in read_entries(checkpoint).items()]
     found = [run.results(path.parent.name) or {} for path in sorted(run.folder.glob("eval/*/results.json"))]

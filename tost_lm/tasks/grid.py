@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.files import sha256_bytes
+from tost_lm.inference.evaluated import EvaluatedCheckpoint, read_result_file, write_result_file
 from tost_lm.inference.ranks import Ranks
-from tost_lm.inference.subject import Subject, read_result_file, write_result_file
 from tost_lm.markdown import format_chance, format_result, with_error
 from tost_lm.tasks.haystacks import Text
 from tost_lm.tasks.queries import GridConfig, Queries, StoredQueries, stored_queries
@@ -100,9 +100,11 @@ class GridTask(Task):
 
     def open(self, evaluation: Evaluation, family: Family) -> Measurement:
         settings = family.settings_in(evaluation.config)
-        text = partial(find_text, settings.haystack, evaluation.config.heldout.shards, evaluation.subject, family.name)
+        text = partial(
+            find_text, settings.haystack, evaluation.config.heldout.shards, evaluation.evaluated, family.name
+        )
         queries = self.make(self.name, Source(settings, evaluation.tokenizer, text))
-        identity = identity_of(queries, queries.identity(settings), evaluation.subject) | family.identity
+        identity = identity_of(queries, queries.identity(settings), evaluation.evaluated) | family.identity
         measure = partial(self._measure, evaluation, settings, queries, identity)
         return Measurement(identity, measure, partial(queries.lengths, settings))
 
@@ -111,7 +113,7 @@ class GridTask(Task):
 
         model, ranks, tokenizer = evaluation.model, evaluation.ranks, evaluation.tokenizer
         lengths = queries.lengths(settings, model.config)
-        grid = Grid(queries, identity, evaluation.subject, lengths, settings.samples_folder)
+        grid = Grid(queries, identity, evaluation.evaluated, lengths, settings.samples_folder)
         grid.measure(ranks, model_scorer(model, tokenizer.vocab_size, ranks), tokenizer)
         if (fewest := grid.samples * len(queries.depths)) < FEW_EXAMPLES:
             evaluation.notes[
@@ -178,29 +180,29 @@ class GridTask(Task):
         }
 
 
-def find_text(file: Path | None, shards: str, subject: Subject, section: str) -> Text:
+def find_text(file: Path | None, shards: str, evaluated: EvaluatedCheckpoint, section: str) -> Text:
     """The text in `file`, else the held-out documents, else Python's documentation. The tokenizer may lose text of it.
 
     Args:
-        shards: as in `Subject.open_shards`.
+        shards: as in `EvaluatedCheckpoint.open_shards`.
         section: of the settings, for errors.
 
     Raises:
-        DataError: the file is missing, empty or not UTF-8, or as in `Subject.open_shards`.
-        ConfigError: as in `Subject.open_shards`.
+        DataError: the file is missing, empty or not UTF-8, or as in `EvaluatedCheckpoint.open_shards`.
+        ConfigError: as in `EvaluatedCheckpoint.open_shards`.
     """
-    tokenizer = subject.tokenizer()
+    tokenizer = evaluated.tokenizer()
     if file is not None:
         return Text.of_file(file, tokenizer, section)
-    if shards or (subject.home / "config.toml").is_file():
-        return Text.of_shards(subject.open_shards(shards), tokenizer, section)
+    if shards or (evaluated.home / "config.toml").is_file():
+        return Text.of_shards(evaluated.open_shards(shards), tokenizer, section)
     return Text.embedded(tokenizer, section)
 
 
-def identity_of(queries: Queries, settings: Row, subject: Subject) -> Row:
+def identity_of(queries: Queries, settings: Row, evaluated: EvaluatedCheckpoint) -> Row:
     """Everything that the results of a task depend on. `settings` are its lengths, samples, seed and its own."""
     text = queries.text
-    identity = subject.identity(None, text and text.shards) | (text.facts if text else {})
+    identity = evaluated.identity(None, text and text.shards) | (text.facts if text else {})
     if queries.depths != (None,):
         settings = settings | {"depths": list(queries.depths)}
     return identity | {"settings": settings}
@@ -209,11 +211,18 @@ def identity_of(queries: Queries, settings: Row, subject: Subject) -> Row:
 class Grid:
     """The cells of one task and their files."""
 
-    def __init__(self, queries: Queries, identity: Row, subject: Subject, lengths: Sequence[int], samples_folder: Path):
+    def __init__(
+        self,
+        queries: Queries,
+        identity: Row,
+        evaluated: EvaluatedCheckpoint,
+        lengths: Sequence[int],
+        samples_folder: Path,
+    ):
         self.queries, self.identity, self.samples_folder = queries, identity, samples_folder
         self.samples: int = identity["settings"]["samples"]
         self.cells = [Cell(length, depth) for length in lengths for depth in queries.depths]
-        self.folder = subject.results_path(queries.name).parent / "cells"
+        self.folder = evaluated.results_path(queries.name).parent / "cells"
 
     def measure(self, ranks: Ranks, scorer: "Scorer", tokenizer: Tokenizer) -> None:
         """Measure the cells that have no results. All ranks call it, and the copies of the model share the cells.

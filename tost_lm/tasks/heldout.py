@@ -54,8 +54,8 @@ class Heldout(Task):
 
     def open(self, evaluation: Evaluation, family: Family) -> Measurement:
         settings, window = evaluation.config.heldout, evaluation.config.zero_shot
-        shards = evaluation.subject.open_shards(settings.shards)
-        identity = evaluation.subject.identity(settings, shards)
+        shards = evaluation.evaluated.open_shards(settings.shards)
+        identity = evaluation.evaluated.identity(settings, shards)
         identity["settings"] |= {"window_tokens": window.window_tokens}
         measure = partial(self._measure, evaluation, settings, window, shards)
         return Measurement(identity, measure, partial(window_of, wanted=window.window_tokens))

@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 class AllCopies(Ranks):
     """Each copy of the model does the whole work: at ZeRO stage 3, all ranks must call the model equally often."""
 
-    copy, copies = 0, 1  # pyright: ignore[reportAssignmentType]
+    @property
+    def copy(self) -> int:
+        return 0
+
+    @property
+    def copies(self) -> int:
+        return 1
 
 
 @dataclass(frozen=True)

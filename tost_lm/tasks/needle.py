@@ -95,7 +95,7 @@ def section(run: EvaluatedModel, page: Page) -> str:
     cells = results["cells"]
     examples = sum(cell["samples"] for cell in cells)
     scores = ("choice_accuracy", "control_choice_accuracy", "exact_accuracy")
-    model, rows = read_model_config(run.subject.checkpoint), []
+    model, rows = read_model_config(run.evaluated.checkpoint), []
     for length, own in cells_by_length(results).items():
         means = [f"{mean_score(own, key):.1%}" for key in scores]
         rows.append((f"{length:,}", *means, f"{decoding_bytes(model, length) / 1000:,.1f}"))

@@ -7,17 +7,15 @@
 A Python file is run only if the user names it, as a task: `tost eval RUN mine.py`. It calls `register`.
 """
 
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tost_lm.config import Section
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.errors import ConfigError, DataError, printable
-from tost_lm.files import regular_file, sha256_bytes
+from tost_lm.errors import ConfigError, DataError
+from tost_lm.files import sha256_bytes
 from tost_lm.inference.requests import disjoint_windows
 from tost_lm.tasks.data_sets import SetFile, unpacked
 from tost_lm.tasks.multiple_choice import MultipleChoice, Question
@@ -25,6 +23,7 @@ from tost_lm.tasks.perplexity import RunningText, windows_of
 from tost_lm.tasks.registry import FAMILIES
 from tost_lm.tasks.scored import Example, read_json_lines
 from tost_lm.tasks.task import Family
+from tost_lm.user_files import RUNNING, run_user_file
 
 
 class DocumentsConfig(Section):
@@ -104,56 +103,26 @@ def described(documents: Mapping[str, DocumentsConfig], choices: Mapping[str, Ch
     }
 
 
-_RUNNING: list[tuple[str, str]] = []
-"""The file that is run, and its SHA-256."""
-_REGISTERED: dict[str, list[str]] = {}
-"""Names of the families that a file has registered, by its SHA-256."""
-
-
 def register(family: Family) -> None:
     """Make a family known to this process; the file that the user names calls it.
 
     Raises:
         ConfigError: no such file is being run, or the name of the family is taken.
     """
-    if not _RUNNING:
-        raise ConfigError(
-            f"register({family.name}): outside of a file that is named as a task; run tost eval RUN FILE.py"
-        )
-    file, sha256 = _RUNNING[-1]
+    if not RUNNING:
+        raise ConfigError(f"register({family.name}): its file is not named as a task; run tost eval RUN FILE.py")
+    file, sha256 = RUNNING[-1]
     if family.name in FAMILIES and FAMILIES[family.name].sha256 != sha256:
         raise ConfigError(f"{file}: the name {family.name} is taken; choose another one")
     FAMILIES[family.name] = replace(family, sha256=sha256)
-    _REGISTERED.setdefault(sha256, []).append(family.name)
 
 
 def run_file(path: Path) -> list[str]:
-    """Run a Python file that the user has named, once for the same text; the names of the families that it registers.
+    """Run a Python file that the user has named; the names of the families that it registers. Raises as
+    `run_user_file`."""
+    missing = "registers no family; call tost_lm.tasks.own.register in it"
+    return _registered(run_user_file(path, str(path), lambda sha256: bool(_registered(sha256)), missing))
 
-    Raises:
-        ConfigError: it cannot be read, fails or registers none.
-    """
-    try:
-        text = regular_file(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; name a Python file") from None
-    sha256 = sha256_bytes(text)
-    if sha256 not in _REGISTERED:
-        _RUNNING.append((str(path), sha256))
-        try:
-            module = ModuleType(f"tost_task_{sha256[:16]}")
-            exec(compile(text, str(path), "exec"), module.__dict__)
-        except ConfigError:
-            raise
-        except (Exception, SystemExit) as error:  # sys.exit(0) would end the program as if it had succeeded
-            frames = traceback.extract_tb(error.__traceback__)
-            lines = [f" (line {frame.lineno})" for frame in frames if frame.filename == str(path)]
-            place = lines[-1] if lines else ""
-            raise ConfigError(
-                f"{path}: {type(error).__name__}: {printable(str(error))}{place}; correct the file"
-            ) from None
-        finally:
-            _RUNNING.pop()
-    if sha256 not in _REGISTERED:
-        raise ConfigError(f"{path}: registers no family; call tost_lm.tasks.own.register in it")
-    return _REGISTERED[sha256]
+
+def _registered(sha256: str) -> list[str]:
+    return [family.name for family in FAMILIES.values() if family.sha256 == sha256]

@@ -48,15 +48,15 @@ class Positions(Task):
     headline = "nats_per_token"
 
     def open(self, evaluation: Evaluation, family: Family) -> Measurement:
-        settings, subject = evaluation.config.positions, evaluation.subject
+        settings, evaluated = evaluation.config.positions, evaluation.evaluated
         given = {"positions": settings.model_dump(mode="json", exclude={"file"} if settings.file is None else None)}
         if settings.file:
             text = TextFile.check(settings.file, "positions.file")
-            identity, source = subject.identity(None, None) | {"text_sha256": text.sha256}, str(text.path)
+            identity, source = evaluated.identity(None, None) | {"text_sha256": text.sha256}, str(text.path)
             tokens = self._tokens(evaluation.tokenizer, text)
         else:
-            shards = subject.open_shards(evaluation.config.heldout.shards)
-            identity, source = subject.identity(None, shards), str(shards.folder)
+            shards = evaluated.open_shards(evaluation.config.heldout.shards)
+            identity, source = evaluated.identity(None, shards), str(shards.folder)
             tokens = Concatenation(shards.token_arrays("valid"))
             given["heldout"] = {"shards": evaluation.config.heldout.shards}
         sequences = partial(Sequences, source, tokens, settings)

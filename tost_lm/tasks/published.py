@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tost_lm.errors import ConfigError
-from tost_lm.inference.subject import HUB, hub_home, read_result_file
+from tost_lm.inference.evaluated import HUB, hub_home, read_result_file
 from tost_lm.markdown import escape, format_result, table
 
 GPT2_PAPER = "GPT-2 paper (Radford et al. 2019)"

@@ -18,9 +18,9 @@ from tost_lm.config import Section
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.files import write_rows
+from tost_lm.inference.evaluated import describe_published
 from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.requests import Likelihoods, Request
-from tost_lm.inference.subject import describe_published
 from tost_lm.markdown import format_result, table
 from tost_lm.tasks.data_sets import DataSet, SetFile, unpacked
 from tost_lm.tasks.published import PUBLISHED, condition, verdict, why_not_comparable
@@ -94,7 +94,7 @@ class ScoredTask(Task, ABC):
 
     def open(self, evaluation: Evaluation, family: Family) -> Measurement:
         file, settings = self.find_file(evaluation.config.sets), evaluation.config.zero_shot
-        identity = evaluation.subject.identity(None, None) | {"protocol": self.name, "data_sha256": file.sha256}
+        identity = evaluation.evaluated.identity(None, None) | {"protocol": self.name, "data_sha256": file.sha256}
         identity["settings"] = {"window_tokens": settings.window_tokens}
 
         def check(model: "ModelFacts") -> None:
@@ -115,7 +115,7 @@ class ScoredTask(Task, ABC):
         rows = rows_of(ranks, model, tokenizer, self, examples, settings.batch_tokens)
         if not all(np.isfinite(row.get("nats", 0)).all() for row in rows):
             raise CheckpointError(
-                f"{evaluation.subject.checkpoint}: its scores are not finite (NaN or infinite); use an earlier "
+                f"{evaluation.evaluated.checkpoint}: its scores are not finite (NaN or infinite); use an earlier "
                 "checkpoint"
             )
         totals = self.totals(rows)

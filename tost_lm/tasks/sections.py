@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tost_lm.files import sha256_file
-from tost_lm.inference.subject import Subject, read_result_file, results_path
+from tost_lm.inference.evaluated import EvaluatedCheckpoint, read_result_file, results_path
 from tost_lm.markdown import code
 
 MISSING = "No results yet."
@@ -19,9 +19,9 @@ class EvaluatedModel:
     folder: Path
 
     @cached_property
-    def subject(self) -> Subject:
+    def evaluated(self) -> EvaluatedCheckpoint:
         """The newest valid checkpoint. Raises CheckpointError if there is none."""
-        return Subject.find(self.folder)
+        return EvaluatedCheckpoint.find(self.folder)
 
     def results(self, task: str) -> dict[str, Any] | None:
         """The results of a task; None without any. Raises as `read_result_file`."""
@@ -46,7 +46,7 @@ def checkpoint_line(run: EvaluatedModel, results: dict[str, Any], command: str) 
     """The evaluated checkpoint; if it is not the newest one, also the command that evaluates that."""
     identity = results["identity"]
     line = f"Checkpoint {code(identity['checkpoint'])}, evaluated in {results['seconds']:,.0f} s."
-    if identity["checkpoint_sha256"] != sha256_file(run.subject.checkpoint / "manifest.json"):
+    if identity["checkpoint_sha256"] != sha256_file(run.evaluated.checkpoint / "manifest.json"):
         line += f" **This is not the newest checkpoint.** To evaluate that, run {code(command)}."
     return line
 

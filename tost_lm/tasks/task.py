@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tost_lm.config import Section, validate
 from tost_lm.errors import ConfigError, TostError
+from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.ranks import Ranks
-from tost_lm.inference.subject import Subject
 from tost_lm.tasks.table import TableRow
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 class Evaluation:
     """What the tasks of one evaluation share."""
 
-    subject: Subject
+    evaluated: EvaluatedCheckpoint
     ranks: Ranks
     config: Any
     """The settings, with a section for each family that has any."""
@@ -42,16 +42,16 @@ class Evaluation:
     @cached_property
     def tokenizer(self) -> "Tokenizer":
         """For texts that are scored."""
-        return self.subject.lossless_tokenizer()
+        return self.evaluated.lossless_tokenizer()
 
     @cached_property
     def model(self) -> "LanguageModel":
         """In evaluation mode; all ranks ask for it together."""
-        return self.ranks.load(self.subject)
+        return self.ranks.load(self.evaluated)
 
     def folder(self, task: str) -> Path:
         """The folder of a task's results."""
-        return self.subject.results_path(task).parent
+        return self.evaluated.results_path(task).parent
 
 
 class Measurement(NamedTuple):
@@ -183,9 +183,9 @@ def evaluate(evaluation: Evaluation, tasks: Sequence[tuple[Family, Task]]) -> Ca
     Raises:
         TostError: tasks cannot be measured, a line for each problem; on several ranks, also the first failure.
     """
-    ranks, subject = evaluation.ranks, evaluation.subject
+    ranks, evaluated = evaluation.ranks, evaluation.evaluated
     opened = _all_or_problems([lambda f=family, t=task: (t, _open(evaluation, f, t)) for family, task in tasks])
-    wanted = [(task, own) for task, own in opened if not ranks.reusable(subject, task.name, own.identity)]
+    wanted = [(task, own) for task, own in opened if not ranks.reusable(evaluated, task.name, own.identity)]
     failures: dict[str, TostError] = {}
     unfinished: list[Callable[[], None]] = []
     if wanted:
@@ -225,7 +225,7 @@ def _open(evaluation: Evaluation, family: Family, task: Task) -> Measurement:
 
 def _write(evaluation: Evaluation, task: Task, identity: Row, started: float, results: Row | Callable[[], Row]) -> None:
     whole = results() if callable(results) else results
-    evaluation.subject.write_results(task.name, identity, started, whole)
+    evaluation.evaluated.write_results(task.name, identity, started, whole)
     task.stored(evaluation)
 
 

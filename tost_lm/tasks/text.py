@@ -45,7 +45,7 @@ class TextStream(Task):
         if settings.file is None:
             raise ConfigError("text.file: must be set; give text.file=FILE, a UTF-8 text")
         text = TextFile.check(settings.file, "text.file")
-        identity = evaluation.subject.identity(None, None) | {"text_sha256": text.sha256}
+        identity = evaluation.evaluated.identity(None, None) | {"text_sha256": text.sha256}
         identity["settings"] = {"text": settings.model_dump(mode="json")}
         return Measurement(identity, partial(self._measure, evaluation, text, identity))
 
@@ -95,7 +95,7 @@ def section(run: EvaluatedModel, page: Page) -> str:
     results = run.results(NAME)
     if results is None:
         # Most text files are longer than a model's learned positions.
-        limited = read_model_config(run.subject.checkpoint).position_limit
+        limited = read_model_config(run.evaluated.checkpoint).position_limit
         return "" if limited else f"## Text file\n\n{missing_line(f'tost eval {run.folder} text text.file=PATH')}"
     model, path = results["model"], redact_text(results["identity"]["settings"]["text"]["file"])
     scores = f"{model['nats_per_token']:.4f}", f"{model['perplexity_per_token']:,.2f}", f"{model['bits_per_byte']:.4f}"

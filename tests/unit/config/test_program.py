@@ -91,27 +91,28 @@ def test_several_paths(capsys: pytest.CaptureFixture[str]):
     ]
 
 
-class Outer(Section):
-    some: Settings | None = None
+class Tasks(Section):
+    tasks: list[str]
+    """Names."""
+    some: Settings = Settings()
 
 
-def test_a_run_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The file may leave out a section, which then is None; its settings are listed and checked like others."""
-    (tmp_path / "some.toml").write_text("[some]\nsize = 5")
-    (tmp_path / "none.toml").write_text("")
-    some, none = str(tmp_path / "some.toml"), str(tmp_path / "none.toml")
-    seen: list[tuple[Path, int | None]] = []
-    for words in ([some], [some, "some.size=4"], [none], [], ["some.size=4"], [none, "some.sise=4"], ["--help"]):
+def test_a_run_and_tasks_or_a_file_with_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """One of the tasks may be a file, which has tasks and settings."""
+    (tmp_path / "some.toml").write_text('tasks = ["c"]\n[some]\nsize = 5')
+    run_folder, some = Path("runs/x"), tmp_path / "some.toml"
+    seen: list[tuple[list[Path], list[str], int]] = []
+    for words in (["a", "b", "some.size=4"], [some], [some, "b", "some.size=4"], ["some.size=4"], [some, some]):
         with pytest.raises(SystemExit):
             run_program(
-                lambda path, config: seen.append((path, config.some and config.some.size)),
-                name="p", doc="", positional="RUN CONFIG", config=Outer, arguments=["runs/x", *words],
+                lambda paths, config: seen.append((paths, config.tasks, config.some.size)),
+                name="p", doc="", positional="RUN TASK…", config=Tasks, arguments=["runs/x", *map(str, words)],
             )  # fmt: skip
-    assert seen == [(Path("runs/x"), 5), (Path("runs/x"), 4), (Path("runs/x"), None)]
-    out, err = capsys.readouterr()
-    missing = "error: CONFIG is missing; write python -m p RUN CONFIG before any section.key=value"
-    assert err.splitlines() == [missing] * 2 + ["error: command line: some.sise: unknown key (did you mean some.size?)"]
-    assert "  some.size  (int, default 3)\n" in out
+    assert seen == [([run_folder], ["a", "b"], 4), ([run_folder, some], ["c"], 5), ([run_folder, some], ["c", "b"], 4)]
+    assert capsys.readouterr().err.splitlines() == [
+        "error: TASK is missing; write python -m p RUN TASK… before any section.key=value",
+        f"error: {some}: a second file; name one, and further tasks",
+    ]
 
 
 class Sample(Section):

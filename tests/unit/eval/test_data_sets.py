@@ -133,12 +133,15 @@ def test_a_file_may_be_compressed(tmp_path: Path):
 
 @needs_shared
 def test_rows_of_the_hub_give_the_published_bytes():
-    rows = [{"text": row} for row in perplexity.wikitext_rows(EVAL / "wiki.test.raw.gz")]
-    texts = {"wikitext2": "".join(perplexity.WIKITEXT2.hub.to_text(rows))}
-    rows = [{"text": text} for text in missing_word.passages(EVAL / "lambada_test.jsonl.gz")]
-    texts["lambada_openai"] = "".join(missing_word.LAMBADA_OPENAI.hub.to_text(rows))
-    for name, text in texts.items():
-        assert sha256_bytes(text.encode()) == DATA_SETS[name].sha256
+    texts = {
+        "wikitext2": perplexity.wikitext_rows(EVAL / "wiki.test.raw.gz"),
+        "lambada_openai": missing_word.passages(EVAL / "lambada_test.jsonl.gz"),
+    }
+    for name, own in texts.items():
+        hub = DATA_SETS[name].hub
+        assert hub
+        written = "".join(hub.to_text([{"text": text} for text in own]))
+        assert sha256_bytes(written.encode()) == DATA_SETS[name].sha256
 
 
 @needs_shared

@@ -12,7 +12,7 @@ from evaluations import evaluate
 
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.data.shards import Shards
-from tost_lm.errors import DataError
+from tost_lm.errors import TostError
 from tost_lm.model.streaming import TILE_TOKENS
 from tost_lm.page import Page
 from tost_lm.report.record import RunRecord
@@ -124,7 +124,7 @@ def test_too_little_text_is_reported_or_rejected(run_folder: Path, make_model, t
     output = capsys.readouterr().out
     assert f"the text has {available} sequences, fewer than positions.sequences {available + 1}\n" in output
     assert results_of(run_folder)["sequences"] == available
-    with pytest.raises(DataError, match=rf"has {tokens:,} tokens, less than a sequence of .*; lower positions\.times"):
+    with pytest.raises(TostError, match=rf"has {tokens:,} tokens, less than a sequence of .*; lower positions\.times"):
         measure(run_folder, times=tokens // 16 + 1)
     measure(run_folder, times=(tokens - 1) // 16)
     assert results_of(run_folder)["sequences"] == 1

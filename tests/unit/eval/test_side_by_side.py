@@ -8,7 +8,7 @@ import pytest
 from evaluations import scored
 
 from tost_lm.errors import ConfigError
-from tost_lm.inference.subject import append_to_history, write_result_file
+from tost_lm.inference.evaluated import append_to_history, write_result_file
 from tost_lm.markdown import format_result
 from tost_lm.tasks.published import PUBLISHED, side_by_side
 

@@ -12,7 +12,7 @@ from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import load_config, recipes, validate
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.eval.suite import write_suite
-from tost_lm.inference.subject import Subject, write_result_file
+from tost_lm.inference.evaluated import EvaluatedCheckpoint, write_result_file
 from tost_lm.tasks.heldout import NAME as HELDOUT
 from tost_lm.tasks.registry import find_tasks
 from tost_lm.tasks.settings import EvalConfig, tasks_of
@@ -115,7 +115,7 @@ def test_the_table_has_every_result_with_its_error_reference_and_published_resul
     write(run_folder, "text@bpb", model={"bits_per_byte": 2.0, "tokens": 1234})
     tasks = find_tasks([LAMBADA, WIKITEXT, PIQA, "enwik8@bpb", HELDOUT, "copying@text", "positions", "text"])
     failed = {"copying@text": TostError("no text")}
-    page = write_suite(Subject.find(run_folder), tasks, failed)
+    page = write_suite(EvaluatedCheckpoint.find(run_folder), tasks, failed)
     assert page == run_folder / "eval/suite.html"
     text = (run_folder / "eval/suite.md").read_text()
     lambada = [LAMBADA, "accuracy", "25.00% ± 0.60%", "–", "5,153", "1,024"]
@@ -145,7 +145,7 @@ def test_the_table_has_every_result_with_its_error_reference_and_published_resul
     assert html.count("<tr>") == 1 + len(cells_of(text))
     assert "<title>Evaluation of run</title>" in html
     before = page.read_bytes()
-    assert write_suite(Subject.find(run_folder), tasks, failed).read_bytes() == before
+    assert write_suite(EvaluatedCheckpoint.find(run_folder), tasks, failed).read_bytes() == before
 
 
 def test_a_length_of_a_needle_has_the_mean_over_all_depths_and_its_error(run_folder: Path):
@@ -159,7 +159,7 @@ def test_a_length_of_a_needle_has_the_mean_over_all_depths_and_its_error(run_fol
         for depth, own in right.items()
     ]  # fmt: skip
     write(run_folder, "needle@words", cells=cells, chance=0.1)
-    write_suite(Subject.find(run_folder), find_tasks(["needle"]), {})
+    write_suite(EvaluatedCheckpoint.find(run_folder), find_tasks(["needle"]), {})
     [row] = cells_of((run_folder / "eval/suite.md").read_text())
     expected = (error[0.0] ** 2 + error[1.0] ** 2) ** 0.5 / 2
     assert row == [

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tost_lm.errors import CheckpointError, ConfigError, DataError
-from tost_lm.inference.hugging_face import HuggingFaceLM, HuggingFaceSubject, find_subject
+from tost_lm.inference.evaluated import EvaluatedCheckpoint
+from tost_lm.inference.hugging_face import HuggingFaceCheckpoint, HuggingFaceLM, find_evaluated
 from tost_lm.inference.likelihood import score_requests
-from tost_lm.inference.subject import Subject
 from tost_lm.model.streaming import prefill
 from tost_lm.testing import FLOAT32_REORDERED
 
@@ -94,17 +94,17 @@ def test_more_tokens_than_positions_are_rejected():
 
 
 def test_a_folder_of_the_library_is_a_subject_with_its_own_tokenizer(saved: Path):
-    subject = find_subject(saved)
-    assert isinstance(subject, HuggingFaceSubject)
-    assert subject.results_path("x") == saved / "eval/x/results.json"
-    tokenizer = subject.tokenizer()
+    evaluated = find_evaluated(saved)
+    assert isinstance(evaluated, HuggingFaceCheckpoint)
+    assert evaluated.results_path("x") == saved / "eval/x/results.json"
+    tokenizer = evaluated.tokenizer()
     text = "some words, ünknown  spaces \n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode_array(text).tolist() == tokenizer.encode(text)
     assert 0 not in tokenizer.encode("words<end>")
     assert tokenizer.eot == 0
     assert max(tokenizer.encode(text)) < tokenizer.vocab_size <= VOCAB
-    model = subject.load("cpu")
+    model = evaluated.load("cpu")
     assert (model.config.context_length, model.config.position_limit) == (32, 32)
     tokens = torch.tensor([[0, 5, 9]])
     with torch.inference_mode():
@@ -115,7 +115,7 @@ def test_a_tokenizer_that_loses_text_scores_none_of_it(saved: Path, tmp_path: Pa
     shutil.copytree(saved, tmp_path / "copy")
     content = json.loads((saved / "tokenizer.json").read_text())
     (tmp_path / "copy/tokenizer.json").write_text(json.dumps(content | {"normalizer": {"type": "Lowercase"}}))
-    tokenizer = find_subject(tmp_path / "copy").lossless_tokenizer()
+    tokenizer = find_evaluated(tmp_path / "copy").lossless_tokenizer()
     assert tokenizer.decode(tokenizer.encode(" words")) == " words"
     with pytest.raises(DataError, match=r"/copy: the tokenizer is not lossless, .*'Some words' as 'some words'; "):
         tokenizer.encode("Some words")
@@ -123,7 +123,7 @@ def test_a_tokenizer_that_loses_text_scores_none_of_it(saved: Path, tmp_path: Pa
 
 def test_changed_weights_and_tokenizers_change_the_hashes(saved: Path, tmp_path: Path):
     shutil.copytree(saved, tmp_path / "copy")
-    before, copy = find_subject(saved).hashes(), find_subject(tmp_path / "copy")
+    before, copy = find_evaluated(saved).hashes(), find_evaluated(tmp_path / "copy")
     assert copy.hashes() == before
     with (tmp_path / "copy/tokenizer.json").open("a") as file:
         file.write("\n")
@@ -143,10 +143,10 @@ def test_an_incomplete_model_is_rejected(saved: Path, tmp_path: Path):
         {key: weights[key] for key in weights if key != name}, tmp_path / "copy/model.safetensors", {"format": "pt"}
     )
     with pytest.raises(CheckpointError, match=r"copy: 1 weights of a causal language model are missing \(.*h\.1\.attn"):
-        find_subject(tmp_path / "copy").load("cpu")
+        find_evaluated(tmp_path / "copy").load("cpu")
     (tmp_path / "copy/config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"copy: cannot be loaded \(.*\); give a causal"):
-        find_subject(tmp_path / "copy").load("cpu")
+        find_evaluated(tmp_path / "copy").load("cpu")
 
 
 @pytest.mark.parametrize(
@@ -172,12 +172,12 @@ def test_settings_that_load_code_are_refused_by_name(saved: Path, tmp_path: Path
     with pytest.raises(
         CheckpointError, match=rf"^{config}: unsupported {name}, for which transformers loads code: .*; give"
     ):
-        find_subject(tmp_path / "copy").load("cpu")
+        find_evaluated(tmp_path / "copy").load("cpu")
     # The library reads such a file instead, if its version is in the list.
     (tmp_path / "copy/config.5.0.0.json").write_text(config.read_text())
     config.write_text(json.dumps(settings | {"configuration_files": ["config.5.0.0.json"]}))
     with pytest.raises(CheckpointError, match=f"unsupported {name}"):
-        find_subject(tmp_path / "copy").load("cpu")
+        find_evaluated(tmp_path / "copy").load("cpu")
 
 
 @pytest.mark.parametrize("built_in", ["eager", "sdpa", None])
@@ -186,7 +186,7 @@ def test_a_folder_may_choose_an_attention_of_the_library(saved: Path, tmp_path: 
     config = tmp_path / "copy/config.json"
     chosen = {"attn_implementation": built_in, "quantization_config": None}
     config.write_text(json.dumps(json.loads(config.read_text()) | chosen))
-    loaded = find_subject(tmp_path / "copy").load("cpu")
+    loaded = find_evaluated(tmp_path / "copy").load("cpu")
     assert isinstance(loaded, HuggingFaceLM)
     assert loaded.model.config._attn_implementation == (built_in or "sdpa")
 
@@ -213,10 +213,10 @@ def test_a_model_that_cannot_be_downloaded_is_rejected(monkeypatch: pytest.Monke
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match=r"^hub:nobody/nothing: cannot be downloaded \(.*\); give a folder"):
-        find_subject(Path("hub:nobody/nothing"))
+        find_evaluated(Path("hub:nobody/nothing"))
 
 
 def test_our_runs_are_not_hugging_face_subjects(run_folder: Path):
-    assert type(find_subject(run_folder)) is Subject
+    assert type(find_evaluated(run_folder)) is EvaluatedCheckpoint
     with pytest.raises(CheckpointError, match="no such folder; give a run folder, a step folder or an export"):
-        find_subject(run_folder / "nowhere")
+        find_evaluated(run_folder / "nowhere")

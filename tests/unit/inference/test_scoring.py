@@ -15,8 +15,8 @@ from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.data_prep.build import build_shards
 from tost_lm.errors import ConfigError, DataError
+from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.requests import bootstrap_error
-from tost_lm.inference.subject import Subject
 from tost_lm.markdown import escape
 from tost_lm.report.record import RunRecord
 from tost_lm.report.run import overview
@@ -96,8 +96,11 @@ def test_shards_of_another_tokenizer_are_rejected(run_folder: Path, shards, make
     model = make_model(vocab_size=330)
     write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), foreign)
     with pytest.raises(DataError, match=r"made with another tokenizer than .*step_00000200"):
-        Subject.find(run_folder).open_shards("")
-    assert Subject.find(run_folder / "checkpoints" / "step_00000100").open_shards("").fingerprint == shards.fingerprint
+        EvaluatedCheckpoint.find(run_folder).open_shards("")
+    assert (
+        EvaluatedCheckpoint.find(run_folder / "checkpoints" / "step_00000100").open_shards("").fingerprint
+        == shards.fingerprint
+    )
 
 
 def test_shards_without_held_out_documents_are_rejected(run_folder: Path, tmp_path: Path, tokenizer: Tokenizer):
@@ -109,51 +112,51 @@ def test_shards_without_held_out_documents_are_rejected(run_folder: Path, tmp_pa
     }
     build_shards(validate(DataPrepConfig, tree, "test"), tokenizer)
     with pytest.raises(DataError, match=rf"^{tmp_path}/shards: its valid split is empty; .*heldout\.shards=FOLDER"):
-        Subject.find(run_folder).open_shards(str(tmp_path / "shards"))
+        EvaluatedCheckpoint.find(run_folder).open_shards(str(tmp_path / "shards"))
 
 
 def test_an_export_needs_shards(run_folder: Path, tmp_path: Path, shards):
     export = (run_folder / "checkpoints" / "step_00000100").rename(tmp_path / "export")
-    subject = Subject.find(export)
-    assert subject.home == export
+    evaluated = EvaluatedCheckpoint.find(export)
+    assert evaluated.home == export
     with pytest.raises(ConfigError, match=r"heldout\.shards=FOLDER"):
-        subject.open_shards("")
-    assert subject.open_shards(str(shards.folder)).fingerprint == shards.fingerprint
+        evaluated.open_shards("")
+    assert evaluated.open_shards(str(shards.folder)).fingerprint == shards.fingerprint
 
 
 def test_a_run_on_a_mixture_needs_shards(run_folder: Path, shards):
     settings, folder = run_folder / "config.toml", json.dumps(str(shards.folder))
     mixture = f'[data.mixture]\n{folder} = 0.7\n"gone" = 0.3\n'
     settings.write_text(settings.read_text().replace(f"[data]\nfolder = {folder}\n", mixture))
-    subject = Subject.find(run_folder)
+    evaluated = EvaluatedCheckpoint.find(run_folder)
     with pytest.raises(ConfigError, match=rf"a mixture of {shards.folder}, gone; .* heldout\.shards=FOLDER"):
-        subject.open_shards("")
-    assert subject.open_shards(str(shards.folder)).fingerprint == shards.fingerprint
+        evaluated.open_shards("")
+    assert evaluated.open_shards(str(shards.folder)).fingerprint == shards.fingerprint
     shown = overview(RunRecord.read(run_folder))
     assert f"70.0% {escape(str(shards.folder))}: train " in shown
     assert "30.0% gone (missing or changed)" in shown
 
 
 def test_results_are_reused_only_for_the_same_identity(run_folder: Path, capsys):
-    subject = Subject.find(run_folder)
+    evaluated = EvaluatedCheckpoint.find(run_folder)
     identity = {"checkpoint_sha256": "a", "settings": {"x": 1}}
-    subject.write_results("p@1", identity, 0.0, {"score": 3})
-    found = subject.reusable("p@1", identity)
+    evaluated.write_results("p@1", identity, 0.0, {"score": 3})
+    found = evaluated.reusable("p@1", identity)
     assert found is not None
     assert found["score"] == 3
     assert "reusing" in capsys.readouterr().out
-    assert subject.reusable("p@1", {**identity, "settings": {"x": 2}}) is None
-    assert subject.reusable("p@2", identity) is None
-    subject.results_path("p@1").write_text('{"identity": ')
-    assert subject.reusable("p@1", identity) is None
-    subject.write_results("p@1", identity, 0.0, {"score": 3})
-    path = subject.results_path("p@1")
+    assert evaluated.reusable("p@1", {**identity, "settings": {"x": 2}}) is None
+    assert evaluated.reusable("p@2", identity) is None
+    evaluated.results_path("p@1").write_text('{"identity": ')
+    assert evaluated.reusable("p@1", identity) is None
+    evaluated.write_results("p@1", identity, 0.0, {"score": 3})
+    path = evaluated.results_path("p@1")
     path.write_text(path.read_text().replace('"score": 3', '"score": 4'))
     capsys.readouterr()
-    assert subject.reusable("p@1", identity) is None
+    assert evaluated.reusable("p@1", identity) is None
     assert capsys.readouterr().out == f"{path} is damaged or was edited, and will be replaced\n"
 
 
 def test_a_step_folder_shares_the_results_of_its_run(run_folder: Path):
-    step = Subject.find(run_folder / "checkpoints" / "step_00000100")
-    assert step.results_path("p").resolve() == Subject.find(run_folder).results_path("p").resolve()
+    step = EvaluatedCheckpoint.find(run_folder / "checkpoints" / "step_00000100")
+    assert step.results_path("p").resolve() == EvaluatedCheckpoint.find(run_folder).results_path("p").resolve()

@@ -25,9 +25,9 @@ from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK
 from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
 from tost_lm.errors import CheckpointError
+from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.generation import generate_text
-from tost_lm.inference.hugging_face import HuggingFaceSubject, find_subject
-from tost_lm.inference.subject import Subject
+from tost_lm.inference.hugging_face import HuggingFaceCheckpoint, find_evaluated
 from tost_lm.interop.hf import TostForCausalLM, export, fast_tokenizer
 from tost_lm.testing import FLOAT32_REORDERED
 
@@ -67,11 +67,11 @@ def test_an_export_is_read_by_the_library_and_by_us(
     assert torch.equal(theirs(tokens).logits, expected)
     assert torch.equal(tost_lm.load(folder)(tokens).logits, expected)
     assert read_model_config(folder).in_use() == ours.config.in_use()
-    subject = find_subject(folder)
-    assert type(subject) is Subject
-    assert torch.equal(subject.load("cpu")(tokens).logits, expected)
-    assert subject.tokenizer().model_bytes == Subject.find(run).tokenizer().model_bytes
-    assert subject.hashes()["checkpoint_sha256"]
+    evaluated = find_evaluated(folder)
+    assert type(evaluated) is EvaluatedCheckpoint
+    assert torch.equal(evaluated.load("cpu")(tokens).logits, expected)
+    assert evaluated.tokenizer().model_bytes == EvaluatedCheckpoint.find(run).tokenizer().model_bytes
+    assert evaluated.hashes()["checkpoint_sha256"]
 
 
 def test_exported_generation_equals_native_generation(make_export: Callable[..., Path], tmp_path: Path):
@@ -111,10 +111,10 @@ def test_an_export_is_scored_without_a_second_end_of_text(make_export: Callable[
     (tmp_path / "theirs/manifest.json").unlink()
 
     def requests(folder: Path) -> list[list[list[int]]]:
-        examples = scored("lambada_openai@lm-eval").examples(texts, find_subject(folder).tokenizer(), 16)
+        examples = scored("lambada_openai@lm-eval").examples(texts, find_evaluated(folder).tokenizer(), 16)
         return [[one.requests[0].context.tolist(), one.requests[0].target.tolist()] for one in examples]
 
-    assert type(find_subject(tmp_path / "theirs")) is HuggingFaceSubject
+    assert type(find_evaluated(tmp_path / "theirs")) is HuggingFaceCheckpoint
     assert requests(run) == requests(tmp_path / "hf") == requests(tmp_path / "theirs")
 
 
@@ -267,4 +267,4 @@ def test_a_tokenizer_without_an_equivalent_is_exported_without_tokenizer_json(
         "hf: no tokenizer.json: the Hugging Face library has no equivalent of this tokenizer" in capsys.readouterr().out
     )
     assert not (tmp_path / "hf/tokenizer.json").exists()
-    assert find_subject(tmp_path / "hf").tokenizer().model_bytes == tokenizer.model_bytes
+    assert find_evaluated(tmp_path / "hf").tokenizer().model_bytes == tokenizer.model_bytes

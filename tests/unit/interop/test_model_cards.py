@@ -17,7 +17,7 @@ from tost_lm.config import to_toml, validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import CheckpointError
 from tost_lm.files import sha256_file, write_rows
-from tost_lm.inference.subject import write_result_file
+from tost_lm.inference.evaluated import write_result_file
 from tost_lm.interop.card import model_card
 from tost_lm.interop.hf import export
 from tost_lm.pretrain.settings import PretrainConfig

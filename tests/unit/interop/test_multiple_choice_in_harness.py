@@ -122,5 +122,6 @@ def test_the_sets_on_the_hub_are_those_of_the_harness():
         if "include" in task:
             task = yaml.load((TASKS / file).with_name(task["include"]).read_text(), Loader) | task
         hub = DATA_SETS[data_set].hub
+        assert hub
         assert (hub.name, hub.subset) == (task["dataset_path"], task.get("dataset_name"))
         assert hub.split == (task.get("test_split") or task["validation_split"])

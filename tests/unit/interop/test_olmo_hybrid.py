@@ -19,7 +19,7 @@ import tost_lm
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import CharacterTokenizer
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.inference.hugging_face import find_subject
+from tost_lm.inference.hugging_face import find_evaluated
 from tost_lm.interop.olmo_hybrid import (
     our_settings,
     our_weights,
@@ -126,7 +126,7 @@ def test_only_rotary_positions_of_a_trained_model_are_limited(tmp_path: Path, sh
         assert their_settings(config, 3).max_position_embeddings == positions
     theirs.save_pretrained(tmp_path)
     limit = None if shape == "released" else 1 << 21
-    assert find_subject(tmp_path).load("cpu").config == (1 << 21, "olmo_hybrid", limit, None)
+    assert find_evaluated(tmp_path).load("cpu").config == (1 << 21, "olmo_hybrid", limit, None)
 
 
 def change(folder: Path, **settings: Any) -> None:

@@ -8,8 +8,8 @@ import torch
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
 from tost_lm.parallel.mesh import Axis, Mesh
-from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
+from tost_lm.pretrain.plan import traffic
 from tost_lm.pretrain.plan.memory import largest_tile, peak_moment
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
@@ -89,5 +89,5 @@ def test_the_plan_proposes_tiles_and_counts_what_is_read_twice():
     assert plan_fit.memory_problem(tiled) is None
     auto = plan_fit.with_tile_size(load_config(PlanConfig, RECIPE, [*words[1:], "memory.tile_tokens=auto"]))
     assert auto == tiled
-    assert plan.mlp_forwards(tiled) == 2 - 1 / plan.tiles(tiled)
-    assert plan.mlp_forwards(config) == 1
+    assert traffic.mlp_forwards(tiled) == 2 - 1 / traffic.tiles(tiled)
+    assert traffic.mlp_forwards(config) == 1

@@ -17,8 +17,8 @@ from wandb_files import history
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.inference.evaluated import SAMPLE, EvaluatedCheckpoint, read_result_file, write_result_file
 from tost_lm.inference.settings import GenerateConfig
-from tost_lm.inference.subject import SAMPLE, Subject, read_result_file, write_result_file
 from tost_lm.markdown import table
 from tost_lm.page import Page as ReportPage
 from tost_lm.page import to_html, to_markdown
@@ -79,10 +79,10 @@ RESULTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def evaluated(run_folder: Path) -> Path:
-    subject = Subject.find(run_folder)
+    evaluated = EvaluatedCheckpoint.find(run_folder)
     settings = validate(GenerateConfig, {}, "test")
     for protocol, results in RESULTS.items():
-        subject.write_results(protocol, subject.identity(settings, subject.open_shards("")), 0.0, results)
+        evaluated.write_results(protocol, evaluated.identity(settings, evaluated.open_shards("")), 0.0, results)
     return run_folder
 
 
@@ -205,7 +205,7 @@ def test_results_that_were_edited_are_not_shown(evaluated):
         lambda: text_of(evaluated),
         lambda: to_markdown(comparison_sections(group_runs([RunRecord.read(evaluated)]), ReportPage("", figures="f"))),
         lambda: side_by_side([evaluated]),
-        Subject.find(evaluated).cited_results,
+        EvaluatedCheckpoint.find(evaluated).cited_results,
     ):
         with pytest.raises(ConfigError, match=problem):
             read()
@@ -236,9 +236,9 @@ def cell_of_task(length: int, found: float, control: float) -> dict[str, Any]:
 
 
 def add_task(run: Path, name: str, *cells: dict[str, Any]) -> None:
-    subject = Subject.find(run)
-    identity = subject.identity(None, None)
-    subject.write_results(name, identity, 0.0, {"pattern": "T", "chance": 1e-7, "cells": cells})
+    evaluated = EvaluatedCheckpoint.find(run)
+    identity = evaluated.identity(None, None)
+    evaluated.write_results(name, identity, 0.0, {"pattern": "T", "chance": 1e-7, "cells": cells})
 
 
 def test_retrieval_tasks_have_a_heatmap_and_tables_by_length(run_folder):
@@ -398,7 +398,7 @@ def test_layers_and_lengths_are_described(run_folder, lines, layers, positions):
 
 def test_scores_of_a_text_file_are_shown(run_folder):
     assert "Text file" not in text_of(run_folder).text  # the model has 16 positions
-    subject = Subject.find(run_folder)
+    evaluated = EvaluatedCheckpoint.find(run_folder)
     results = {
         "model": {
             "tokens": 12_345, "bytes": 54_321, "nats_per_token": 3.25, "perplexity_per_token": 25.79,
@@ -406,8 +406,8 @@ def test_scores_of_a_text_file_are_shown(run_folder):
         },
         "kept_tokens": 0, "state_bytes": 4321,
     }  # fmt: skip
-    identity = subject.identity(None, None) | {"settings": {"text": {"file": "a_book.txt"}}}
-    subject.write_results(TEXT, identity, 0.0, results)
+    identity = evaluated.identity(None, None) | {"settings": {"text": {"file": "a_book.txt"}}}
+    evaluated.write_results(TEXT, identity, 0.0, results)
     page = text_of(run_folder)
     for words in (
         "a_book.txt",
@@ -422,7 +422,7 @@ def test_scores_of_a_text_file_are_shown(run_folder):
 
 def test_each_test_set_has_a_row(run_folder):
     assert "test sets" not in text_of(run_folder).text
-    subject = Subject.find(run_folder)
+    evaluated = EvaluatedCheckpoint.find(run_folder)
     totals = {
         "lambada_openai@lm-eval": {"examples": 5153, "accuracy": 0.32561, "accuracy_standard_error": 0.00653},
         "wikitext2@lm-eval": {"examples": 62, "word_perplexity": 37.37},
@@ -432,7 +432,7 @@ def test_each_test_set_has_a_row(run_folder):
         headline = list(model)[1]
         results = {"model": model, "headline": headline, "by_token": False}
         results["published_file"] = protocol.startswith("lambada")
-        subject.write_results(protocol, subject.identity(None, None), 0.0, results)
+        evaluated.write_results(protocol, evaluated.identity(None, None), 0.0, results)
     text = " ".join(text_of(run_folder).text.split())
     assert "lambada_openai@lm-eval accuracy 32.56% ± 0.65% 5,153 published file step_" in text
     assert "wikitext2@lm-eval word perplexity 37.37 62 not the published file step_" in text

@@ -13,7 +13,7 @@ import torch
 
 from tost_lm.config import differences, leaves, to_toml, validate
 from tost_lm.errors import ConfigError
-from tost_lm.inference.subject import write_result_file
+from tost_lm.inference.evaluated import write_result_file
 from tost_lm.model import TostLM
 from tost_lm.page import Page, to_markdown
 from tost_lm.pretrain.settings import PretrainConfig

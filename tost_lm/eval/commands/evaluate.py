@@ -31,7 +31,7 @@ from tost_lm.tasks.task import Family, Task
 
 
 def main(paths: list[Path], config: Any) -> None:
-    from tost_lm.inference.hugging_face import find_subject
+    from tost_lm.inference.hugging_face import find_evaluated
     from tost_lm.inference.ranks import joined_ranks
     from tost_lm.page import require_packages
     from tost_lm.tasks.task import Evaluation, evaluate
@@ -43,7 +43,7 @@ def main(paths: list[Path], config: Any) -> None:
     size = ranks_of_launch(config.parallel.model_ranks, config.launch)
     start_ranks("eval", size)
     with joined_ranks(layout(config.parallel, tasks, size), copies=True, graceful_stop=True) as ranks:
-        evaluation = Evaluation(find_subject(path), ranks, config)
+        evaluation = Evaluation(find_evaluated(path), ranks, config)
         finish = evaluate(evaluation, tasks)
     if ranks.rank > 0:
         return
@@ -51,7 +51,7 @@ def main(paths: list[Path], config: Any) -> None:
     if suite:
         from tost_lm.eval.suite import write_suite
 
-        page = write_suite(evaluation.subject, tasks, failed)
+        page = write_suite(evaluation.evaluated, tasks, failed)
         print(f"wrote {page.with_suffix('.md')} and {page.name}")
     if failed:
         raise TostError("\n".join(f"{name}: {error}" for name, error in failed.items()))

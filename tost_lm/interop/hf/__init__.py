@@ -36,7 +36,7 @@ from tost_lm.data.tokenizers import Gpt2Tokenizer, HfTokenizer, SentencePieceTok
 from tost_lm.data.tokenizers.interface import ESCAPED, PIECE_BEYOND_WORD, SPACE_MARK
 from tost_lm.errors import CheckpointError
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, write_atomically
-from tost_lm.inference.subject import Subject
+from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.interop.card import model_card
 from tost_lm.interop.hf.cache import TostCache
 from tost_lm.interop.hf.model import TostConfig, TostForCausalLM, seal
@@ -158,14 +158,14 @@ def export(path: str | Path, folder: str | Path) -> None:
         ConfigError: the settings of the run are from another version, or `folder` is a URL.
     """
     require_local("folder", folder)
-    folder, subject = Path(folder), Subject.find(Path(path))
+    folder, evaluated = Path(folder), EvaluatedCheckpoint.find(Path(path))
     if folder.exists():
         raise CheckpointError(f"{folder}: exists already; give a new folder, or remove it")
-    tokenizer = subject.tokenizer()
-    model = TostForCausalLM.from_run(subject.checkpoint)
+    tokenizer = evaluated.tokenizer()
+    model = TostForCausalLM.from_run(evaluated.checkpoint)
     fast = fast_tokenizer(tokenizer)
     usage = {} if fast is None else {"usage": USAGE}
-    card = model_card(subject.checkpoint, folder.name, subject.home, subject.cited_results(), **usage)
+    card = model_card(evaluated.checkpoint, folder.name, evaluated.home, evaluated.cited_results(), **usage)
     try:
         aside = make_temp_folder(folder)
         model.save_pretrained(aside)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tost_lm.mixers.delta.chunked import delta_rule_chunks
-from tost_lm.ops.layout import LocalDocuments, SequenceShard
+from tost_lm.ops.layout import LocalDocuments, SequenceShard, int64_tensor
 from tost_lm.ops.precision import statistics_dtype
 
 
@@ -46,7 +46,7 @@ def states_before(
 
 def final_states(shard: SequenceShard, local: LocalDocuments, final_nHKV: Tensor) -> Tensor:
     """The states after all N documents, equal on all ranks, from those after this rank's tokens of n documents."""
-    ends = torch.tensor([after == 0 for after in local.after], device=final_nHKV.device)
+    ends = int64_tensor(local.after, final_nHKV.device) == 0
     ended_nHKV = final_nHKV.where(ends[:, None, None, None], 0)
     padding = [local.documents.start, len(local.whole_lengths) - local.documents.stop]
     rows = [ended_nHKV.new_zeros(size, *ended_nHKV.shape[1:]) for size in padding]

@@ -25,6 +25,7 @@ from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
 from tost_lm.pretrain.plan.memory import checkpoint_bytes, peak_moment
 from tost_lm.pretrain.plan.settings import PlanConfig, results_file
+from tost_lm.pretrain.plan.traffic import collectives, tiles
 
 LIST = re.compile(r"[\w.]+=[^][{}\"',]+(,[^][{}\"',]+)+")
 """An override with several values, without quotes and brackets."""
@@ -77,7 +78,7 @@ def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Seque
             one = plan_fit.complete(load_config(PlanConfig, path, [*others, f"{setting}={value}"]))
             seconds, memory = plan.step_seconds(one).total, plan_fit.gpu_bytes(one) / 1e9
             fits, rate = plan_fit.memory_problem(one) or "yes", f"{one.batch_tokens / seconds:,.0f}"
-            used, sent = f"{memory:.2f} of {one.cluster.memory_gb:g}", sum(c.sent_bytes for c in plan.collectives(one))
+            used, sent = f"{memory:.2f} of {one.cluster.memory_gb:g}", sum(c.sent_bytes for c in collectives(one))
             rows.append((value, layout(one), used, f"{sent / 1e9:.2f}", duration(seconds), rate, fits))
         except ConfigError as error:
             problems.append(error)
@@ -145,7 +146,7 @@ def memory_rows(config: PlanConfig) -> Iterator[Row]:
 
 
 def traffic_rows(config: PlanConfig) -> Iterator[Row]:
-    for one in plan.collectives(config):
+    for one in collectives(config):
         calls = f"{_count(one.calls, one.kind)} over {one.ranks} ranks"
         milliseconds = f"{1e3 * one.seconds(config.cluster):.3g} ms"
         yield f"sent per rank and step: {one.content}", in_units(one.sent_bytes), f"{calls}, {milliseconds}"
@@ -219,7 +220,7 @@ def _of_optimizer(config: PlanConfig) -> str:
 
 
 def _in_tiles(config: PlanConfig) -> str:
-    count = plan.tiles(config)
+    count = tiles(config)
     return f", in {count} tiles of {config.tile_tokens:,} tokens" if count > 1 else ""
 
 

@@ -29,7 +29,7 @@ from tost_lm.pretrain.settings import PretrainConfig
 if TYPE_CHECKING:
     from tost_lm.data.loader import Corpora
     from tost_lm.pretrain.start import StartPoint
-    from tost_lm.pretrain.validation import Evaluation
+    from tost_lm.tasks.in_training import TasksInTraining
 
 
 def main(path: Path, config: PretrainConfig) -> None:
@@ -77,7 +77,7 @@ def _is_done(config: PretrainConfig, start: "StartPoint") -> bool:
     return progress.step >= config.last_step or config.stops_early(progress)
 
 
-def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "Evaluation | None":
+def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "TasksInTraining | None":
     """The evaluation during training. Raises ConfigError or DataError, as `TasksInTraining.find`."""
     settings = config.evaluation
     if settings.every is None:

@@ -9,7 +9,6 @@ from tost_lm.errors import ConfigError
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.parallel.settings import obstacle_to_tensor_ranks
 from tost_lm.pretrain.plan.activations import ELEMENT_BYTES
-from tost_lm.pretrain.plan.estimate import recomputed_flops, tiles
 from tost_lm.pretrain.plan.memory import (
     checkpoint_bytes,
     largest_tile,
@@ -18,6 +17,7 @@ from tost_lm.pretrain.plan.memory import (
     weights_and_optimizer,
 )
 from tost_lm.pretrain.plan.settings import PlanConfig
+from tost_lm.pretrain.plan.traffic import recomputed_flops, tiles
 
 
 def host_bytes(config: PlanConfig) -> float:

@@ -12,8 +12,8 @@ import pytest
 import xxhash
 
 from tost_lm.config import validate
+from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.ranks import Ranks
-from tost_lm.inference.subject import Subject
 from tost_lm.tasks.answers import Scores
 from tost_lm.tasks.grid import Cell, Grid, find_text, identity_of
 from tost_lm.tasks.needle import NAME as NEEDLE
@@ -40,11 +40,14 @@ class Reader:
 @pytest.fixture
 def make_grid(run_folder: Path, tokenizer):
     def make(lengths: Sequence[int] = LENGTHS, depths: Sequence[float] = (0.0, 0.5), **settings: Any) -> Grid:
-        tree, subject = {"lengths": lengths, "samples": 2, "depths": depths, **settings}, Subject.find(run_folder)
-        config, text = validate(NeedleConfig, tree, "test"), find_text(None, "", subject, "needle")
+        tree, evaluated = (
+            {"lengths": lengths, "samples": 2, "depths": depths, **settings},
+            EvaluatedCheckpoint.find(run_folder),
+        )
+        config, text = validate(NeedleConfig, tree, "test"), find_text(None, "", evaluated, "needle")
         queries = NeedleQueries(config.seed, tokenizer, text, config.depths)
-        identity = identity_of(queries, queries.identity(config), subject)
-        return Grid(queries, identity, subject, lengths, run_folder / "samples")
+        identity = identity_of(queries, queries.identity(config), evaluated)
+        return Grid(queries, identity, evaluated, lengths, run_folder / "samples")
 
     return make
 

@@ -14,7 +14,7 @@ from shared_data import GPT2_BPE, skip_without_shared
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.inference.subject import Subject
+from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.tasks.grid import find_text
 from tost_lm.tasks.haystacks import NOISE, PAIRS, SENTENCE_ENDS, Text, listed, word_keys
 from tost_lm.tasks.needle import NAME as NEEDLE
@@ -286,23 +286,23 @@ def test_groups_of_tasks_have_a_name():
 
 
 def test_the_text_is_a_file_the_held_out_documents_or_pythons_documentation(run_folder, tokenizer, shards, tmp_path):
-    subject = Subject.find(run_folder)
+    evaluated = EvaluatedCheckpoint.find(run_folder)
     file = tmp_path / "book.txt"
     file.write_text("A line of the book.\n" * 100)
-    of_file = find_text(file, "", subject, "needle")
+    of_file = find_text(file, "", evaluated, "needle")
     assert tokenizer.decode(of_file.for_length(100).tolist()).startswith("A line of the book.\nA line")
     assert of_file.facts["text"] == str(file)
 
-    held_out = find_text(None, "", subject, "needle")
+    held_out = find_text(None, "", evaluated, "needle")
     first = tokenizer.decode(next(shards.documents("valid")).tolist())
     assert tokenizer.decode(held_out.for_length(100).tolist()).startswith(f"{first}\n\nPage ")
     assert held_out.shards is not None
     assert held_out.shards.fingerprint == shards.fingerprint
 
-    export = Subject(subject.checkpoint, subject.checkpoint)
+    export = EvaluatedCheckpoint(evaluated.checkpoint, evaluated.checkpoint)
     embedded, again = (find_text(None, "", export, "needle") for _ in range(2))
     assert np.array_equal(embedded.for_length(100), again.for_length(100))
     assert embedded.facts == again.facts
 
     with pytest.raises(DataError, match=r"needle\.haystack .*nowhere: no such file"):
-        find_text(tmp_path / "nowhere", "", subject, "needle")
+        find_text(tmp_path / "nowhere", "", evaluated, "needle")

@@ -13,6 +13,7 @@ from tost_lm.pretrain.commands.plan import changed_tokens, model_rows, run
 from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
 from tost_lm.pretrain.plan import memory as plan_memory
+from tost_lm.pretrain.plan import traffic
 from tost_lm.pretrain.plan.memory import Moment, checkpoint_bytes, moments
 from tost_lm.pretrain.plan.settings import PlanConfig
 
@@ -171,16 +172,16 @@ def test_the_checkpointing_that_recomputes_least_is_proposed_first(recipe: str, 
 
 
 def test_sequence_ranks_send_statistics_and_tensor_ranks_activations():
-    nothing_shared = {one.content for one in plan.collectives(planned(BASE))}
+    nothing_shared = {one.content for one in traffic.collectives(planned(BASE))}
     assert nothing_shared == {"gradients", "weights"}
-    [statistics] = [x for x in plan.collectives(planned(BASE, *MANY)) if "statistics" in x.content]
+    [statistics] = [x for x in traffic.collectives(planned(BASE, *MANY)) if "statistics" in x.content]
     # One data rank: 40 micro-batches of 12 sequences, 12 layers.
     once = 40 * 12 * 12 * 8 * (2 * 768 + 12)
     assert (statistics.kind, statistics.calls, statistics.input_bytes) == ("all-to-all", 40 * 12 * 8, 2 * once)
     assert statistics.sent_bytes == 63 / 64 * 2 * once
     longer = planned(BASE, *MANY, "model.max_positions=65536", "train.seq_len=65536")
-    assert statistics in plan.collectives(longer)
-    [fewer] = [x for x in plan.collectives(planned(BASE, "parallel.sequence=4")) if "statistics" in x.content]
+    assert statistics in traffic.collectives(longer)
+    [fewer] = [x for x in traffic.collectives(planned(BASE, "parallel.sequence=4")) if "statistics" in x.content]
     # Two data ranks.
     assert (fewer.kind, fewer.calls, fewer.input_bytes) == ("all-gather", 20 * 12 * 4, once / 2)
     assert fewer.sent_bytes == 3 * fewer.input_bytes
@@ -188,7 +189,7 @@ def test_sequence_ranks_send_statistics_and_tensor_ranks_activations():
 
 def test_what_a_rank_sends_of_statistics_hardly_grows_with_the_ranks():
     many = planned(BASE, "cluster.nodes=128", "train.micro_batch_size=1", "parallel.sequence=1024")
-    [statistics] = [x for x in plan.collectives(many) if "statistics" in x.content]
+    [statistics] = [x for x in traffic.collectives(many) if "statistics" in x.content]
     of_layer = statistics.sent_bytes / (480 * 12)
     assert of_layer == 1023 / 1024 * 2 * 8 * (2 * 768 + 12)
 
@@ -196,7 +197,7 @@ def test_what_a_rank_sends_of_statistics_hardly_grows_with_the_ranks():
 def test_statistics_of_tiles():
     """Three forwards and two backwards of two tiles, in place of one each, and with states three rows, not two."""
     whole, tiled = (planned(BASE, *MANY, *words) for words in ([], ["memory.tile_tokens=512"]))
-    sent = [x.input_bytes for one in (whole, tiled) for x in plan.collectives(one) if "statistics" in x.content]
+    sent = [x.input_bytes for one in (whole, tiled) for x in traffic.collectives(one) if "statistics" in x.content]
     assert sent[1] == 2.5 * 3 / 2 * sent[0]
     assert plan_memory.tile_states_bytes(tiled) == 2 * 12 * 12 * 4 * (2 * 768 + 12)
 
@@ -204,7 +205,7 @@ def test_statistics_of_tiles():
 def test_compiled_blocks_that_are_computed_again_receive_again():
     words = ("parallel.sequence=8", "memory.activation_checkpointing=full")
     kept, again = (
-        next(x for x in plan.collectives(planned(BASE, *words, *more)) if "statistics" in x.content)
+        next(x for x in traffic.collectives(planned(BASE, *words, *more)) if "statistics" in x.content)
         for more in ([], ["train.compile=true"])
     )
     assert (again.calls, again.input_bytes) == (1.5 * kept.calls, 1.5 * kept.input_bytes)
@@ -220,20 +221,21 @@ def test_launches_are_those_of_the_layers_of_the_sums_and_of_the_update():
 
 def test_links_between_nodes_are_shared_by_the_groups_of_a_node():
     cluster = planned(BASE, "cluster.nodes=2", "cluster.latency_us=0", "cluster.achieved_bandwidth=1").cluster
-    inside = plan.Collectives("x", "all-gather", 1, 450e9 / 7, ranks=8, stride=1)
-    across = plan.Collectives("x", "all-gather", 1, 400e9 / 15, ranks=16, stride=1)
-    side_by_side = plan.Collectives("x", "all-gather", 1, 50e9, ranks=2, stride=8)
+    inside = traffic.Collectives("x", "all-gather", 1, 450e9 / 7, ranks=8, stride=1)
+    across = traffic.Collectives("x", "all-gather", 1, 400e9 / 15, ranks=16, stride=1)
+    side_by_side = traffic.Collectives("x", "all-gather", 1, 50e9, ranks=2, stride=8)
     assert [one.seconds(cluster) for one in (inside, across, side_by_side)] == pytest.approx([1, 1, 1])
-    assert plan.Collectives("x", "all-reduce", 1, 4e9, 4, 1).sent_bytes == 6e9
-    assert plan.Collectives("x", "reduce-scatter", 1, 4e9, 4, 1).sent_bytes == 3e9
-    assert plan.Collectives("x", "all-to-all", 1, 4e9, 4, 1).sent_bytes == 3e9
+    assert traffic.Collectives("x", "all-reduce", 1, 4e9, 4, 1).sent_bytes == 6e9
+    assert traffic.Collectives("x", "reduce-scatter", 1, 4e9, 4, 1).sent_bytes == 3e9
+    assert traffic.Collectives("x", "all-to-all", 1, 4e9, 4, 1).sent_bytes == 3e9
     # All eight ranks of a node send to the other one at once.
-    assert plan.Collectives("x", "all-to-all", 1, 50e9 * 16 / 15, 16, 1).seconds(cluster) == pytest.approx(1)
+    assert traffic.Collectives("x", "all-to-all", 1, 50e9 * 16 / 15, 16, 1).seconds(cluster) == pytest.approx(1)
 
 
 def test_what_is_computed_again_takes_time():
     def work_again(*words: str) -> float:
-        return plan.recomputed_flops(planned(BASE, *words)).products / plan.model_flops(planned(BASE)).products.forward
+        again = traffic.recomputed_flops(planned(BASE, *words))
+        return again.products / plan.model_flops(planned(BASE)).products.forward
 
     mlps, mixers = 12 * 8 * 768**2, 12 * 2 * 768**2
     whole = mlps + mixers + 50304 * 768

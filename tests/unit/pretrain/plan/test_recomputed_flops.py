@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tost_lm.config import validate
 from tost_lm.model import TostLM
 from tost_lm.model.transforms import apply_activation_checkpointing
-from tost_lm.pretrain.plan.estimate import recomputed_flops
 from tost_lm.pretrain.plan.settings import PlanConfig
+from tost_lm.pretrain.plan.traffic import recomputed_flops
 
 B, T = 6, 12
 

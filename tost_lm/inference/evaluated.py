@@ -44,15 +44,15 @@ SAMPLE = "sample"
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedCheckpoint:
     """A checkpoint, and the folder of its results: its run, or else the export itself."""
 
     checkpoint: Path
     home: Path
 
     @classmethod
-    def find(cls, path: Path) -> "Subject":
-        """The subject of a run folder, a step folder or an export. Raises CheckpointError."""
+    def find(cls, path: Path) -> "EvaluatedCheckpoint":
+        """That of a run folder, a step folder or an export. Raises CheckpointError."""
         checkpoint = find_checkpoint(path)
         if path != checkpoint:
             return cls(checkpoint, path)

@@ -1,0 +1,270 @@
+"""What a rank computes again in a step, and the collectives that it calls, from the settings alone."""
+
+import math
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from tost_lm.mixers.facts import MixerFacts
+from tost_lm.model.flops import mlp_weights, parameters, vectors
+from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, is_computed_again, load_of, micro_batch_tokens
+from tost_lm.pretrain.plan.memory import logit_tiles, parameters_per_rank, reduced_at_once
+from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
+from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.sizes import ALL_GATHER_RANKS, PASSED_SLICES
+
+TENSORS_PER_LAYER = 10
+"""Parameters of a layer, about."""
+
+
+def tiles(config: PlanConfig) -> int:
+    """Tiles of a row."""
+    return math.ceil(config.row_tokens / config.tile_tokens)
+
+
+def fraction_computed_twice(config: PlanConfig) -> float:
+    """Fraction of tokens with a second forward, which computes the states between tiles: all tiles but the last."""
+    return (tiles(config) - 1) * config.tile_tokens / config.row_tokens
+
+
+def mixers_computed_again(config: PretrainConfig, facts: MixerFacts) -> float:
+    """Fraction of the layers with this mixer whose backward computes the mixer again."""
+    blocks = zip(config.model.letters, is_computed_again(config), strict=True)
+    return sum(again for letter, again in blocks if letter == facts.letter) / facts.layers(config.model.letters)
+
+
+def forwards(config: PlanConfig, facts: MixerFacts) -> float:
+    """Forwards of a mixer per token, on average over its layers."""
+    return 1 + mixers_computed_again(config, facts) + fraction_computed_twice(config)
+
+
+def mixer_forwards(config: PlanConfig) -> float:
+    """Forwards of all mixers of the model per token."""
+    return sum(facts.layers(config.model.letters) * forwards(config, facts) for facts, _ in config.model.mixers)
+
+
+def mlp_tiles(config: PlanConfig) -> int:
+    """MLP tiles of a row in a rank's residual stream."""
+    tokens = math.ceil(config.tile_tokens / config.parallel.sequence / config.parallel.tensor)
+    return math.ceil(tokens / (config.memory.mlp_tile_tokens or tokens))
+
+
+def mlp_forwards(config: PlanConfig) -> float:
+    """Forwards of an MLP per token, on average. MLP tiles of equal size are recomputed one by one; a recomputed block
+    stops before its last MLP tile."""
+    in_blocks = config.memory.activation_checkpointing == "full"
+    again = sum(is_computed_again(config)) / config.model.layers if in_blocks else 0.0
+    once = 1 + again + fraction_computed_twice(config)
+    return once if config.memory.mlp_tile_tokens is None else once + 1 - again / mlp_tiles(config)
+
+
+def outputs_not_recomputed(config: PlanConfig, letters: str) -> tuple[int, int]:
+    """Layers with these mixers whose mixer is computed again without its output, and those whose MLP is.
+
+    Without LayerScale no gradient needs a branch's output, so recomputation that ends with the branch stops before the
+    last product. Graphs are planned whole.
+    """
+    memory = config.memory
+    if config.model.layer_scale or config.train.compile:
+        return 0, 0
+    blocks = zip(config.model.letters, is_computed_again(config), strict=True)
+    again = [is_again for letter, is_again in blocks if letter in letters]
+    mixers = sum(again) if memory.activation_checkpointing == "mixers" else 0
+    return mixers, len(again) if memory.mlp_tile_tokens else sum(again) - mixers
+
+
+class Recomputed(NamedTuple):
+    """FLOPs per token that are recomputed."""
+
+    products: float
+    attention: float
+
+
+def recomputed_flops(config: PlanConfig) -> Recomputed:
+    """Tensor ranks compute a product before they store its input."""
+    model, seq_len, products, attention = config.model, config.train.seq_len, 0.0, 0.0
+    for facts, shape in model.mixers:
+        layers, again = facts.layers(model.letters), forwards(config, facts) - 1
+        attention += layers * again * facts.attention_flops(shape, seq_len).forward
+        products += layers * 2 * (again * facts.weights(shape) + (mlp_forwards(config) - 1) * mlp_weights(model))
+        if config.parallel.tensor == 1:
+            mixers, mlps = outputs_not_recomputed(config, facts.letter)
+            products -= 2 * model.width * (mixers * facts.channels_out(shape) + mlps * model.mlp_width)
+    return Recomputed(products, attention)
+
+
+class Collectives(NamedTuple):
+    """The collectives of one kind that a rank calls in a step."""
+
+    content: str
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+    calls: float
+    input_bytes: float
+    """Sum over these calls on this rank."""
+    ranks: int
+    """Size of the group."""
+    stride: int
+    """Difference between consecutive ranks of the group."""
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that leave the rank, in a ring (all-to-all: directly to each rank)."""
+        others = self.ranks - 1
+        factors = {
+            "all-gather": others,
+            "reduce-scatter": others / self.ranks,
+            "all-reduce": 2 * others / self.ranks,
+            "all-to-all": others / self.ranks,
+        }
+        return self.input_bytes * factors[self.kind]
+
+    def seconds(self, cluster: ClusterConfig) -> float:
+        """Duration. A ring crosses each node boundary once, and the parallel groups of a node divide its network. In an
+        all-to-all, all ranks of a node do."""
+        rate = cluster.link_gb_s
+        if self.ranks * self.stride > cluster.gpus_per_node:
+            senders = cluster.gpus_per_node if self.kind == "all-to-all" else self.stride
+            rate = min(rate, cluster.network_gb_s / min(senders, cluster.gpus_per_node))
+        return self.sent_bytes / (rate * 1e9 * cluster.achieved_bandwidth) + self.calls * cluster.latency_us * 1e-6
+
+
+def collectives(config: PlanConfig) -> list[Collectives]:
+    """All collectives of a rank in a step. Raises ConfigError when the batch is not divisible by the ranks."""
+    found = [*_of_replicas(config), *_of_tensor_ranks(config), *_of_sequence_ranks(config)]
+    return [one for one in found if one.ranks > 1]
+
+
+def _of_replicas(config: PlanConfig) -> Iterator[Collectives]:
+    """DeepSpeed's collectives over data × sequence ranks. Stage 2 reduces gradients after every micro-batch."""
+    n, e, tensor = parameters_per_rank(config), ELEMENT_BYTES[config.train.dtype], config.parallel.tensor
+    stage, micro_batches, replicas = config.parallel.zero_stage, config.micro_batches, config.cluster.ranks // tensor
+    buckets = math.ceil(n / reduced_at_once(config, stage))
+    if stage < 3:
+        padded = _padded_parameters(config, replicas)
+        times, reduced = micro_batches if stage == 2 else 1, padded if stage == 1 and e == 2 else n
+        yield Collectives("gradients", "all-reduce", times * buckets, times * 4 * reduced, replicas, tensor)
+        if stage:
+            yield Collectives("weights", "all-gather", 2, e * padded / replicas, replicas, tensor)
+        return
+    tensors = TENSORS_PER_LAYER * config.model.layers  # gathered one by one, at most twice per micro-batch
+    yield Collectives(
+        "weights", "all-gather", 2 * micro_batches * tensors, 2 * micro_batches * e * n / replicas, replicas, tensor
+    )
+    yield Collectives("gradients", "reduce-scatter", micro_batches * buckets, micro_batches * 4 * n, replicas, tensor)
+
+
+def _padded_parameters(config: PlanConfig, replicas: int) -> float:
+    """Parameters of a rank, each of the optimizer's two groups padded to a multiple of 2 for each replica."""
+    split, replicated = vectors(config.model)
+    without_decay = split / config.parallel.tensor + replicated
+    groups = without_decay, parameters_per_rank(config) - without_decay
+    return sum(math.ceil(group / (2 * replicas)) * 2 * replicas for group in groups)
+
+
+def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
+    """Megatron-Core's collectives, with its sequence parallelism, and our own.
+
+    The residual stream is gathered before each pair of linear layers and scattered after it. The backward gathers it
+    once more for the weights' gradients. A recomputed block or MLP repeats its collectives. Our own send one number per
+    token for the softmax over heads, three in its backward, two for the loss, and gradients of replicated parameters.
+    """
+    model, ranks, k, M = config.model, config.parallel.tensor, config.micro_batches, micro_batch_tokens(config)
+    stream = ELEMENT_BYTES[config.train.dtype] * M * model.width
+    layers, counts = model.layers, parameters(model)
+    mixers, mlps, per_row = mixer_forwards(config), layers * mlp_forwards(config), mlp_tiles(config)
+    replicated = (4 if model.layer_scale else 2) * layers + 1 + (counts.positions > 0)
+    calls_of_softmax, bytes_of_softmax = 0, 0.0
+    for facts, shape in model.mixers:
+        replicated += facts.layers(model.letters) * facts.own_numbers(shape).replicated_tensors
+        if of_layer := facts.head_softmax_bytes(load_of(config, facts)):
+            calls_of_softmax += 2 * facts.layers(model.letters)
+            bytes_of_softmax += facts.layers(model.letters) * of_layer
+    # Of mixers, embedding and head, which see whole rows, and of MLPs, which see tiles.
+    whole_rows, in_tiles = mixers + 2 * layers + 2, mlps + 2 * layers
+    calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream / ranks
+    yield Collectives("residual stream", "all-gather", k * calls, k * sizes, ranks, 1)
+    without_mixers, without_mlps = outputs_not_recomputed(config, model.letters)
+    whole_rows, in_tiles = mixers + layers + 2 - without_mixers, mlps + layers - without_mlps
+    calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream
+    yield Collectives("residual stream", "reduce-scatter", k * calls, k * sizes, ranks, 1)
+    yield Collectives("softmax over heads", "all-gather", k * calls_of_softmax, k * bytes_of_softmax, ranks, 1)
+    yield Collectives("loss", "all-gather", k * logit_tiles(config).calls, k * 8 * M, ranks, 1)
+    yield Collectives(
+        "norms, positions", "all-reduce", k * replicated, k * 4 * (counts.positions + counts.scales), ranks, 1
+    )
+
+
+def sent_again(config: PlanConfig, facts: MixerFacts) -> float:
+    """Fraction of the layers with this mixer that also receive again in the backward: `keep_received` does not see into
+    graphs."""
+    return mixers_computed_again(config, facts) if config.train.compile else 0.0
+
+
+def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
+    """Statistics and states of mixers, in two exchanges a layer and pass for any length, and gathered keys and values
+    (with a window of a shard's last tokens).
+
+    The forward sends all again for tiles that are computed twice. In all-to-alls, a rank sends its row in one, and the
+    results for other ranks in a second one. States that ranks pass on take the place of one of the two exchanges.
+    """
+    parallel, model, k = config.parallel, config.model, config.micro_batches
+    ranks, tensor, mixers = parallel.sequence, parallel.tensor, [facts for facts, _ in model.mixers]
+    loads = {facts: load_of(config, facts) for facts in mixers}
+    rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
+    exchanging = [facts for facts in mixers if facts.exchanged_bytes(loads[facts], backward=False)]
+    passing = [facts for facts in mixers if facts.passed_on_bytes(loads[facts])]
+    backwards, twice = tiles(config), tiles(config) - 1
+
+    def passes(facts: MixerFacts) -> float:
+        return tiles(config) * (1 + sent_again(config, facts)) + twice
+
+    calls, statistics = 0.0, 0.0
+    for facts in exchanging:
+        layers, exchanges = facts.layers(model.letters), 1 if facts in passing else 2
+        calls += k * layers * exchanges * (passes(facts) + backwards)
+        forward, backward = (facts.exchanged_bytes(loads[facts], backward=backward) for backward in (False, True))
+        statistics += k * rows * layers * (passes(facts) * forward + backwards * backward) / tensor
+    if ranks <= ALL_GATHER_RANKS:
+        yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
+    else:
+        sent = loads[mixers[0]].exchanged_rows * statistics
+        yield Collectives("sequence statistics", "all-to-all", 2 * calls, sent, ranks, tensor)
+    # States between tiles: forward, again in the second forward, and backward.
+    summed, row = 0.0, 0.0
+    for facts in mixers:
+        if of_layer := facts.summed_bytes(loads[facts]):
+            times = (tiles(config) - 1) * (3 + sent_again(config, facts)) * k
+            summed += times * facts.layers(model.letters)
+            row += rows * times * facts.layers(model.letters) * of_layer / tensor
+    if summed:
+        kind, times = ("all-gather", 1) if ranks <= ALL_GATHER_RANKS else ("all-to-all", 2)
+        yield Collectives("states after tiles", kind, times * summed, times * row, ranks, tensor)
+    for facts in passing:
+        times = (passes(facts) + backwards) * k * facts.layers(model.letters)
+        hops = times * (ranks + PASSED_SLICES - 2)
+        # On average: the last rank does not pass states on, nor the first one gradients.
+        sent = times * rows * facts.passed_on_bytes(loads[facts]) / tensor * (ranks - 1) / ranks
+        yield Collectives("states passed on", "all-to-all", hops, sent, ranks, tensor)
+    for facts in mixers:
+        starts = range(0, config.row_tokens, config.tile_tokens)
+        sizes = [min(config.tile_tokens, config.row_tokens - start) for start in starts]
+        of_tiles = [facts.gathered_tokens(loads[facts], size) for size in sizes]
+        if not of_tiles[0].channels:
+            continue
+        # Without a window, those of all earlier tiles are gathered for each tile in every pass and in the backward.
+        earlier = [of_tiles[:n] if facts.kept_tokens(loads[facts].shape) is None else [] for n in range(len(of_tiles))]
+        before, before_last = ([one for of_tile in some for one in of_tile] for some in (earlier, earlier[:-1]))
+        again, in_second = sent_again(config, facts), float(bool(fraction_computed_twice(config)))
+        scattered = [(1.0, of_tiles), (1.0, before)]
+        gathered = [
+            (1 + again, of_tiles), (in_second, of_tiles[:-1]),
+            (2 + mixers_computed_again(config, facts), before), (in_second, before_last),
+        ]  # fmt: skip
+        times = k * facts.layers(model.letters) * micro_batch_tokens(config) * ranks / config.row_tokens
+        e, calls = ELEMENT_BYTES[config.train.dtype], k * facts.layers(model.letters)
+        once, sent = (
+            times * sum(n * sum(one.tokens for one in some) for n, some in gathers) * of_tiles[0].channels / tensor
+            for gathers in (scattered, gathered)
+        )
+        scatters, gathers = (calls * sum(n * len(some) for n, some in of_kind) for of_kind in (scattered, gathered))
+        yield Collectives("keys and values", "all-gather", gathers, e * sent, ranks, tensor)
+        yield Collectives("their gradients", "reduce-scatter", scatters, 4 * once * ranks, ranks, tensor)
