@@ -131,13 +131,13 @@ def find_checkpoint(
     raise CheckpointError(f"{path}: not a checkpoint: {reason}; {GIVE}")
 
 
-def newest_checkpoints(run_folder: Path, count: int, warn: Callable[[str], None] = print) -> list[Path]:
-    """The newest `count` valid checkpoints of a run, oldest first; damaged ones are skipped with a message to `warn`.
+def newest_checkpoints(run_folder: Path, count: int) -> list[Path]:
+    """The newest `count` valid checkpoints of a run, oldest first; damaged ones are skipped with a message.
 
     Raises:
         CheckpointError: the run has fewer.
     """
-    found = list(islice(_valid_steps(run_folder, warn, verify_checkpoint), count))
+    found = list(islice(_valid_steps(run_folder, print, verify_checkpoint), count))
     if len(found) < count:
         raise CheckpointError(
             f"{run_folder}: {len(found)} valid checkpoints, not {count}; ask for fewer, or keep more during training "

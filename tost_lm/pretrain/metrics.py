@@ -8,8 +8,8 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
@@ -207,17 +207,10 @@ class NullMetrics:
     """The metrics of ranks other than 0: nothing is recorded."""
 
     wandb_run_id = ""
+    paused = nullcontext
 
-    def log(self, text: str) -> None: ...
-    def step(self, step: int, loss: float, lr: float, grad_norm: float, z_loss: float = 0.0) -> None: ...
-    def validation(self, row: dict[str, Any]) -> None: ...
-    def evaluation(self, row: dict[str, Any]) -> None: ...
-    def skipped(self, step: int, reason: str, batch: int) -> None: ...
-    def event(self, step: int, kind: str, **fields: Any) -> None: ...
-    def paused(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def close(self) -> None: ...
+    def __getattr__(self, record: str) -> Callable[..., None]:
+        return lambda *_, **__: None
 
 
 def _version_of(package: str) -> str | None:

@@ -50,11 +50,6 @@ def complete(config: PlanConfig) -> PlanConfig:
             f"{error}, or another cluster: it has cluster.nodes {cluster.nodes} × cluster.gpus_per_node "
             f"{cluster.gpus_per_node}"
         ) from None
-    return with_tile_size(config)
-
-
-def with_tile_size(config: PlanConfig) -> PlanConfig:
-    """The configuration with a number for memory.tile_tokens = auto. Raises ConfigError when no tile fits."""
     return _with_largest_tile(config) if config.memory.tile_tokens == "auto" else config
 
 
