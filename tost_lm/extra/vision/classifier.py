@@ -98,7 +98,7 @@ class ClassAttentionBlock(Block):
     """
 
     def __init__(self, config: ModelConfig):
-        super().__init__(config, ClassAttention(config))
+        super().__init__(config, ClassAttention(config.shape_of("A")))
 
     def compute(self, x_BTC: Tensor, state: None, info: SequenceInfo) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         normed_BTC = self.mixer_norm(x_BTC)
