@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from shared_data import GPT2_BPE, needs_shared
 import tost_lm
 from tost_lm.checkpointing.format import Progress, StoredTensors, write_checkpoint
 from tost_lm.config import validate
+from tost_lm.data.tokenizers.interface import CharacterTokenizer
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.extra.vision.classifier import TostVision
 from tost_lm.extra.vision.interop import to_released
@@ -29,11 +30,6 @@ from tost_lm.testing import FLOAT32_REORDERED, assert_close
 
 PROGRAM = "tost convert"
 SIZES = {"layers": 2, "heads": 2, "width": 8, "max_positions": 16}
-
-
-class Tokenizer(NamedTuple):
-    file_name: str = "tokenizer.tiktoken"
-    model_bytes: bytes = b"a tokenizer"
 
 
 def make_model(**settings: Any) -> TostLM:
@@ -255,7 +251,7 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     torch.save(theirs, tmp_path / "small.pt")
     torch.save({**theirs, "config": Payload()}, tmp_path / "hostile.pt")
     (tmp_path / "text.pt").write_text("no checkpoint")
-    write_checkpoint(tmp_path / "ours", model.config, model.state_dict(), Tokenizer())
+    write_checkpoint(tmp_path / "ours", model.config, model.state_dict(), CharacterTokenizer(b'"abc"'))
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "hostile").mkdir()

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ import tost_lm
 from tost_lm.checkpointing.format import Progress, read_model_config, write_checkpoint
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import validate
+from tost_lm.data.tokenizers.interface import CharacterTokenizer
 from tost_lm.errors import CheckpointError, TostError
 from tost_lm.model import ModelConfig, TostLM
 
@@ -27,11 +28,6 @@ CONFIG = validate(
 )
 
 
-class Tokenizer(NamedTuple):
-    file_name: str
-    model_bytes: bytes
-
-
 def write(folder: Path, seed: int = 0, files: Mapping[str, bytes] = {}) -> TostLM:
     torch.manual_seed(seed)
     model = TostLM(CONFIG)
@@ -40,7 +36,7 @@ def write(folder: Path, seed: int = 0, files: Mapping[str, bytes] = {}) -> TostL
         for name, content in files.items():
             (temp / name).write_bytes(content)
 
-    write_checkpoint(folder, CONFIG, model.state_dict(), Tokenizer("tokenizer.tiktoken", b"a tokenizer"), write_files)
+    write_checkpoint(folder, CONFIG, model.state_dict(), CharacterTokenizer(b'"abc"'), write_files)
     return model
 
 
@@ -69,8 +65,8 @@ def test_a_folder_left_by_an_interrupted_save_is_not_a_checkpoint(tmp_path: Path
 def test_one_flipped_bit_in_any_file_is_noticed_and_the_checkpoint_before_is_taken(tmp_path: Path):
     run = run_folder(tmp_path)
     names = [
-        "manifest.json", "model-00001-of-00001.safetensors", "model.json", "model.safetensors.index.json",
-        "tokenizer.tiktoken",
+        "characters.json", "manifest.json", "model-00001-of-00001.safetensors", "model.json",
+        "model.safetensors.index.json",
     ]  # fmt: skip
     assert sorted(path.name for path in (run / "checkpoints/step_00000015").iterdir()) == names
     generator = random.Random(0)

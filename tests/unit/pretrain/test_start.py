@@ -3,13 +3,14 @@
 import json
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from tost_lm.checkpointing.format import Progress, write_checkpoint
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, step_folder
 from tost_lm.config import to_toml, validate
+from tost_lm.data.tokenizers.interface import CharacterTokenizer
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.model import TostLM
 from tost_lm.pretrain.metrics import drop_rows_after, write_run_folder
@@ -29,11 +30,6 @@ def config(**sections: dict[str, Any]) -> PretrainConfig:
     return validate(PretrainConfig, tree, "test")
 
 
-class Tokenizer(NamedTuple):
-    file_name: str
-    model_bytes: bytes
-
-
 @pytest.fixture(autouse=True)
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder with checkpoints after 3 and 6 steps on shards "abc"."""
@@ -42,7 +38,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for steps in (3, 6):
         model = TostLM(config().model)
         write_checkpoint(
-            step_folder(Path("runs/r"), steps), config().model, model.state_dict(), Tokenizer("tokenizer.model", b"t"),
+            step_folder(Path("runs/r"), steps), config().model, model.state_dict(), CharacterTokenizer(b'"abc"'),
             Progress(step=steps, updates=steps, shards_fingerprint="abc").write,
         )  # fmt: skip
     return Path("runs/r")
