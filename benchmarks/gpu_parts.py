@@ -168,11 +168,11 @@ def training_step(device: str) -> Cells:
 
 def delta_step(device: str) -> Cells:
     """The compiled step of delta_350m, with wider keys where its own have no kernels. fla-core tunes for minutes."""
-    sizes, shape = SIZES[device], DeltaSizes.of(_model(device, "delta-350m"))
+    sizes, shape = SIZES[device], DeltaSizes.of(_model(device, "delta-350m").shape_of("D"))
     wide = {"qk_heads": shape.key_heads // 2, "qk_size": 2 * shape.key_size, "value_size": 2 * shape.value_size}
     for delta in ({}, wide):
         settings = _model(device, "delta-350m", delta=delta)
-        case = f"delta-350m, keys of {DeltaSizes.of(settings).key_size} channels"
+        case = f"delta-350m, keys of {DeltaSizes.of(settings.shape_of('D')).key_size} channels"
         if missing := _missing_kernels(settings, device):
             yield {"case": case, "failed": f"not tried: {missing}"}
         else:
@@ -390,7 +390,7 @@ def _model(device: str, preset: str, **others: Any) -> ModelConfig:
 
 def _missing_kernels(settings: ModelConfig, device: str) -> str | None:
     """Why D layers would not train with the kernels of fla-core."""
-    delta = DeltaSizes.of(settings)
+    delta = DeltaSizes.of(settings.shape_of("D"))
     return fla.missing_in_training(torch.device(device), delta.key_size, delta.value_size)
 
 

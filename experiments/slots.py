@@ -32,7 +32,7 @@ from tost_lm.config import Section
 from tost_lm.mixers.facts import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentFacts
 from tost_lm.mixers.layer import TokenMixer
 from tost_lm.mixers.plugins import register
-from tost_lm.model.config import ModelConfig
+from tost_lm.mixers.shape import MixerShape
 from tost_lm.ops.exchange import Decay, exchange
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.layout import LocalDocuments
@@ -64,35 +64,34 @@ class Sizes(NamedTuple):
     values: int
 
     @classmethod
-    def of(cls, model: ModelConfig) -> "Sizes":
-        own = model.plugin_settings[SlotsFacts.letter]
-        return cls(model.heads, own["per_head"], own["value_size"])
+    def of(cls, shape: MixerShape) -> "Sizes":
+        return cls(shape.heads, shape.own.per_head, shape.own.value_size)
 
 
 class SlotsFacts(RecurrentFacts):
     letter, name, tag, settings = "S", "slot memory", "slot-memory", SlotsSettings
 
-    def description(self, model: ModelConfig) -> str:
+    def description(self, shape: MixerShape) -> str:
         return "slot memory, linear in time"
 
-    def channels_in(self, model: ModelConfig) -> int:
+    def channels_in(self, shape: MixerShape) -> int:
         """A key, a query, a value and a gate."""
-        H, S, V = Sizes.of(model)
+        H, S, V = Sizes.of(shape)
         return 2 * H * (S + V)
 
-    def channels_out(self, model: ModelConfig) -> int:
-        H, _, V = Sizes.of(model)
+    def channels_out(self, shape: MixerShape) -> int:
+        H, _, V = Sizes.of(shape)
         return H * V
 
-    def own_numbers(self, model: ModelConfig) -> OwnNumbers:
+    def own_numbers(self, shape: MixerShape) -> OwnNumbers:
         """The convolution and the norm; two temperatures and a decay for each head."""
-        H, S, V = Sizes.of(model)
+        H, S, V = Sizes.of(shape)
         return OwnNumbers(decayed=H * (S * CONV_TAPS + V), vectors=3 * H, replicated=0, replicated_tensors=0)
 
-    def operator_flops(self, model: ModelConfig) -> Flops:
+    def operator_flops(self, shape: MixerShape) -> Flops:
         """One token after the other: 5·S·V for M and y, 11·S·V in the backward; 2·K − 1 and 4·K − 1 for the convolution
         of each slot's key, and 14 and 19 for its softmaxes and mass."""
-        H, S, V = Sizes.of(model)
+        H, S, V = Sizes.of(shape)
         forward = H * (5 * S * V + (13 + 2 * CONV_TAPS) * S - V - 2)
         return Flops(forward, H * (11 * S * V + (18 + 4 * CONV_TAPS) * S - V - 2))
 
@@ -102,12 +101,12 @@ class SlotsFacts(RecurrentFacts):
     def stored_bytes(self, load: Load) -> float:
         """For each head, in tensors of the operator 41·S + 13·V + 16 and of the dtype of x 3·S + 6·V; the products of
         keys in chunks; M and N before each chunk in float64, and a copy in float32."""
-        (H, S, V), L, e = Sizes.of(load.model), CHUNK_TOKENS, load.element_bytes
+        (H, S, V), L, e = Sizes.of(load.shape), CHUNK_TOKENS, load.element_bytes
         return H * (41 * S + 13 * V + 16 + e * (3 * S + 6 * V) + 12 * L + 12 * S * (V + 1) / L)
 
     def state_bytes(self, load: Load) -> float:
         """The sums in float64, and the last keys."""
-        H, S, V = Sizes.of(load.model)
+        H, S, V = Sizes.of(load.shape)
         return H * S * (8 * (V + 1) + load.element_bytes * (CONV_TAPS - 1))
 
 
@@ -130,11 +129,11 @@ class SlotMixer(TokenMixer):
     State, FIXED_STATE = SlotState, True
     OF_HEADS = ("conv", "write_temp", "read_temp", "log_rate", "norm")
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, shape: MixerShape):
         super().__init__()
-        self.heads, self.slots, self.values = H, S, V = Sizes.of(config)
-        self.in_proj = nn.Linear(config.width, 2 * H * (S + V), bias=config.bias)
-        self.out_proj = nn.Linear(H * V, config.width, bias=config.bias)
+        self.heads, self.slots, self.values = H, S, V = Sizes.of(shape)
+        self.in_proj = nn.Linear(shape.width, 2 * H * (S + V), bias=shape.bias)
+        self.out_proj = nn.Linear(H * V, shape.width, bias=shape.bias)
         self.conv = nn.Parameter(torch.empty(H, S, CONV_TAPS))
         self.write_temp, self.read_temp, self.log_rate = (nn.Parameter(torch.empty(H)) for _ in range(3))
         self.norm = nn.Parameter(torch.empty(H, V))

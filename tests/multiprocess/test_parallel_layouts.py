@@ -10,7 +10,7 @@ from torch import Tensor
 from training_on_layouts import LR, Record, T, build_model, train_on_layout
 
 from tost_lm.config import validate
-from tost_lm.optim.muon_with_adamw import UnroundedOnCPU
+from tost_lm.optim.muon import UnroundedOnCPU
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import run_on_ranks
 

@@ -15,7 +15,7 @@ from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.optim.adamw import parameter_groups
-from tost_lm.optim.muon_with_adamw import MuonWithAdamW
+from tost_lm.optim.muon import MuonWithAdamW
 from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel import zero
 from tost_lm.parallel.apply import checkpoint_context, parallelize, shard_of

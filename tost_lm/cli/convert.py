@@ -34,7 +34,7 @@ from pydantic import Field, model_validator
 from tost_lm.config import Section, run_program
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import sha256_file
-from tost_lm.interop.registry import Target
+from tost_lm.interop import Target
 from tost_lm.version import VERSION
 
 
@@ -83,12 +83,12 @@ def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
     from tost_lm.extra.vision.interop import released_weights
     from tost_lm.interop.card import model_card
     from tost_lm.interop.gpt2 import CONFIG, weight_files
-    from tost_lm.interop.load import format_of, read_tokenizer_folder
+    from tost_lm.interop.load import foreign_format, read_tokenizer_folder
     from tost_lm.interop.torch_file import read_torch_file
 
     if source.is_file() and (of_vision := released_weights(read_torch_file(source))) is not None:
         return _vision_to_ours(source, of_vision, conversion)
-    foreign = format_of(source)
+    foreign = foreign_format(source)
     if foreign is None:
         hint = " or, for a model folder, another convert.to" if source.is_dir() else ""
         raise CheckpointError(

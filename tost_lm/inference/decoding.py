@@ -5,7 +5,7 @@ Shapes: B rows, V vocabulary.
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,18 +13,15 @@ from torch import Tensor
 from tost_lm.mixers.layer import room_after
 from tost_lm.mixers.registry import mixer_class
 from tost_lm.model import LMState, TostLM
-from tost_lm.model.block import FixedState
+from tost_lm.model.block import FixedState, LMOutput
 from tost_lm.model.streaming import to_running_dtype
 from tost_lm.ops.layout import to_device
-
-if TYPE_CHECKING:
-    from tost_lm.inference.generation import LanguageModel
 
 WARM_UP_STEPS = 8
 """Steps before the first capture, which takes the time of a few."""
 
 
-def decoder(model: "LanguageModel", state: LMState) -> Callable[[Tensor], Tensor]:
+def decoder(model: Callable[..., LMOutput], state: LMState) -> Callable[[Tensor], Tensor]:
     """Decoding after `state`, which does not change. It is called with the next token of each row, int64 [B], and
     returns the logits after it, [B, V], which the next call may overwrite.
 

@@ -18,7 +18,6 @@ from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.files import regular_file, sha256_file
 from tost_lm.markdown import escape, format_result, table
-from tost_lm.mixers.registry import facts_of
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.flops import parameters
 from tost_lm.optim.interface import optimizer_of
@@ -111,7 +110,7 @@ def _newest(run: Path | None, name: str, training: _Training | None) -> list[dic
 
 
 def _front_matter(model: ModelConfig) -> str:
-    tags = "".join(f"- {facts.tag}\n" for facts in facts_of(model.pattern))
+    tags = "".join(f"- {facts.tag}\n" for facts, _ in model.mixers)
     return f"---\nlibrary_name: tost_lm\npipeline_tag: text-generation\ntags:\n- tost_lm\n{tags}---"
 
 

@@ -12,13 +12,13 @@ from tost_lm.model import ModelConfig
 
 
 class ForeignModel(NamedTuple):
-    """What a foreign checkpoint holds."""
+    """The content of a foreign checkpoint."""
 
     config: ModelConfig
     weights: dict[str, Tensor]
     """float32, by our names."""
     iterations: int | None = None
-    """Of the training that saved it; None: it has no state of a training."""
+    """Iterations of the training that saved it; None: it has no state of a training."""
     best_nats: float | None = None
     """Nats per token of that training's validation set; None: not measured."""
     moments: Mapping[str, Tensor] = MappingProxyType({})

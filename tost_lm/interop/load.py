@@ -15,9 +15,9 @@ from tost_lm.data.tokenizers import TOKENIZER_FILES, CharacterTokenizer, Tokeniz
 from tost_lm.data.tokenizers.gpt2 import SOURCES_SHA256, gpt2_tokenizer
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.files import regular_file
+from tost_lm.interop import MODULES
 from tost_lm.interop.gpt2 import CONFIG, read_settings
 from tost_lm.interop.interface import ForeignFormat
-from tost_lm.interop.registry import MODULES
 from tost_lm.model import TostLM
 
 
@@ -32,7 +32,7 @@ def load(path: str | Path, device: str = "cpu") -> TostLM:
         CheckpointError: no such model, or a file is damaged.
         ConfigError: the sizes of a ckpt.pt or of a model of the Hugging Face library are inconsistent.
     """
-    foreign = format_of(Path(path))
+    foreign = foreign_format(Path(path))
     if foreign is None:
         return load_ours(path, device)
     found = foreign.read(Path(path))
@@ -50,7 +50,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         DataError: the tokenizer is missing or damaged; a ckpt.pt has none.
     """
     source = Path(path)
-    foreign = format_of(source)
+    foreign = foreign_format(source)
     if foreign is None:
         return read_tokenizer(find_tokenizer(find_checkpoint(source)))
     tokenizer = foreign.read_tokenizer(source)
@@ -62,7 +62,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def format_of(source: Path) -> ForeignFormat | None:
+def foreign_format(source: Path) -> ForeignFormat | None:
     """The format of a ckpt.pt of the released code or a folder of the Hugging Face library; None: neither.
 
     Raises:

@@ -205,7 +205,7 @@ def their_settings(config: ModelConfig, eot: int, as_read: bool = False) -> Any:
         sizes["max_position_embeddings"] = max(config.context_length, UNLIMITED)
     return transformers_library().OlmoHybridConfig(
         **sizes,
-        **dict(zip(DELTA, (*Sizes.of(config), config.delta.beta_to_two), strict=True)),
+        **dict(zip(DELTA, (*Sizes.of(config.shape_of("D")), config.delta.beta_to_two), strict=True)),
         num_key_value_heads=config.softmax.kv_heads or config.heads,
         rope_parameters={"rope_type": "default", "rope_theta": config.softmax.rope_theta or None},
         layer_types=[kinds[letter] for letter in config.letters],
@@ -241,8 +241,8 @@ def _parameters(config: ModelConfig) -> Iterator[tuple[str, list[str], int, list
     """Each of our parameters, the names of theirs in it, and the rows of each of these in each of how many heads."""
     ends = ENDS if config.tied_head else {**ENDS, "head.weight": ["lm_head.weight"]}
     yield from ((ours, names, 1, []) for ours, names in ends.items())
-    h, H, K, V = Sizes.of(config)
-    group, kv = H // h, kv_width(config)
+    h, H, K, V = Sizes.of(config.shape_of("D"))
+    group, kv = H // h, kv_width(config.shape_of("A"))
     of_head = [K, K, group * V, group * V, group, group]
     rows_of = {
         "D": {"mixer.in_proj.weight": (h, of_head), CONVOLUTION: (h, of_head[:3])},

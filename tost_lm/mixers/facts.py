@@ -1,16 +1,15 @@
-"""The facts that the rest of the package asks of a token mixer. A mixer without one of them cannot be imported.
+"""The facts that the rest of the package asks of a token mixer. A mixer that lacks one without a usual value cannot be
+imported.
 
 Facts need no torch: settings, the resource plan and `--help` read them. Symbols: C channels, H heads, B sequences,
 T tokens, e bytes of an element.
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tost_lm.config import Section
-
-if TYPE_CHECKING:
-    from tost_lm.model.config import ModelConfig
+from tost_lm.mixers.shape import MixerShape
 
 
 class Flops(NamedTuple):
@@ -49,7 +48,8 @@ class OwnNumbers(NamedTuple):
 class Load(NamedTuple):
     """A micro-batch of a rank in training."""
 
-    model: "ModelConfig"
+    shape: MixerShape
+    """The shape of the mixer that is asked."""
     element_bytes: int
     """2 in bfloat16, 4 in float32."""
     on_cpu: bool
@@ -111,60 +111,60 @@ class MixerFacts(ABC):
     kernel_bandwidth: float = 1.0
     """Fraction of a copy's bandwidth at which `kernel_bytes` are read and written."""
 
-    def layers(self, model: "ModelConfig") -> int:
-        """The number of layers of a model that have this mixer."""
-        return model.letters.count(self.letter)
+    def layers(self, letters: str) -> int:
+        """The number of layers with this mixer in a model with these `ModelConfig.letters`."""
+        return letters.count(self.letter)
 
-    def weights(self, model: "ModelConfig") -> int:
+    def weights(self, shape: MixerShape) -> int:
         """Numbers of the two projections."""
-        return model.width * (self.channels_in(model) + self.channels_out(model))
+        return shape.width * (self.channels_in(shape) + self.channels_out(shape))
 
     @abstractmethod
-    def description(self, model: "ModelConfig") -> str:
+    def description(self, shape: MixerShape) -> str:
         """The mixer of this model, in words."""
 
-    @abstractmethod
-    def problem(self, model: "ModelConfig") -> str | None:
+    def problem(self, shape: MixerShape) -> str | None:
         """Settings of a model with this mixer that do not fit each other; None: they do."""
+        return None
 
-    @abstractmethod
-    def has_position_parameters(self, model: "ModelConfig") -> bool:
+    def has_position_parameters(self, shape: MixerShape) -> bool:
         """Whether parameters have the size `model.max_positions`."""
+        return False
 
-    @abstractmethod
-    def rope_theta(self, model: "ModelConfig") -> float:
+    def rope_theta(self, shape: MixerShape) -> float:
         """Base of the rotary embedding whose angles the layer reads; 0: it reads none."""
+        return 0.0
 
     @abstractmethod
-    def kept_tokens(self, model: "ModelConfig") -> int | None:
+    def kept_tokens(self, shape: MixerShape) -> int | None:
         """Tokens whose keys and values are in a state, at most; None: all."""
 
-    @abstractmethod
-    def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
+    def obstacle_to_tensor_ranks(self, shape: MixerShape, ranks: int) -> str | None:
         """Why so many ranks cannot split the layer, apart from `model.heads`; None: they can."""
+        return None
 
-    @abstractmethod
     def obstacle_to_determinism(self) -> str | None:
         """Why training on a GPU may round differently each time, whatever torch is asked for; None: it does not."""
+        return None
 
     @abstractmethod
-    def channels_in(self, model: "ModelConfig") -> int:
+    def channels_in(self, shape: MixerShape) -> int:
         """Channels that the first projection computes."""
 
     @abstractmethod
-    def channels_out(self, model: "ModelConfig") -> int:
+    def channels_out(self, shape: MixerShape) -> int:
         """Channels that the last projection reads."""
 
     @abstractmethod
-    def own_numbers(self, model: "ModelConfig") -> OwnNumbers:
+    def own_numbers(self, shape: MixerShape) -> OwnNumbers:
         """Parameters beside the projections."""
 
-    @abstractmethod
-    def attention_flops(self, model: "ModelConfig", tokens: int) -> Flops:
+    def attention_flops(self, shape: MixerShape, tokens: int) -> Flops:
         """Products between tokens of a document of `tokens` tokens."""
+        return NO_FLOPS
 
     @abstractmethod
-    def operator_flops(self, model: "ModelConfig") -> Flops:
+    def operator_flops(self, shape: MixerShape) -> Flops:
         """The arithmetic between the projections that is no such product."""
 
     @abstractmethod
@@ -194,56 +194,38 @@ class MixerFacts(ABC):
         """Bytes of a row's statistics that a sequence rank sends in the two exchanges of a forward or a backward, for
         all tensor ranks together."""
 
-    @abstractmethod
     def passed_on_bytes(self, load: Load) -> float:
         """Bytes of a row's states that a sequence rank passes on to the next in a forward, and of their gradients in a
         backward, for all tensor ranks together."""
+        return 0.0
 
-    @abstractmethod
     def summed_bytes(self, load: Load) -> float:
         """Bytes of a row's state after a tile, or of its gradient, that sequence ranks add up in another exchange, for
         all tensor ranks together."""
+        return 0.0
 
-    @abstractmethod
     def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
         """Channels of tokens that sequence ranks receive of a tile of `tokens` tokens."""
+        return NOT_GATHERED
 
-    @abstractmethod
     def head_softmax_bytes(self, load: Load) -> float:
         """Bytes that tensor ranks exchange in a forward and a backward for a softmax over all heads."""
+        return 0.0
 
-    @abstractmethod
     def kernel_bytes(self, load: Load, forwards: float) -> float:
         """Bytes per token that are read and written between the projections, in `forwards` forwards and a backward,
-        apart from `attention_flops`."""
+        apart from `attention_flops`.
+
+        Usually each stored tensor is written and read forward, and read backward with its gradient written and read.
+        """
+        return (2 * forwards + 3) * self.stored_bytes(load)
 
 
 class RecurrentFacts(MixerFacts):
-    """Facts of a mixer with a state of constant size, which sequence ranks exchange, and with independent heads.
+    """Facts of a mixer with a state of constant size, which sequence ranks exchange."""
 
-    It reads no positions, and none of its settings contradict each other.
-    """
-
-    def problem(self, model: "ModelConfig") -> str | None:
-        return None
-
-    def has_position_parameters(self, model: "ModelConfig") -> bool:
-        return False
-
-    def rope_theta(self, model: "ModelConfig") -> float:
-        return 0.0
-
-    def kept_tokens(self, model: "ModelConfig") -> int | None:
+    def kept_tokens(self, shape: MixerShape) -> int | None:
         return 0
-
-    def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
-        return None
-
-    def obstacle_to_determinism(self) -> str | None:
-        return None
-
-    def attention_flops(self, model: "ModelConfig", tokens: int) -> Flops:
-        return NO_FLOPS
 
     def received_bytes(self, load: Load) -> float:
         if load.sequence == 1:
@@ -251,21 +233,5 @@ class RecurrentFacts(MixerFacts):
         received = load.exchanged_rows * self.exchanged_bytes(load, backward=False) + self.passed_on_bytes(load)
         return received / load.tokens_here / load.tensor
 
-    def passed_on_bytes(self, load: Load) -> float:
-        return 0.0
-
-    def summed_bytes(self, load: Load) -> float:
-        return 0.0
-
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
         return self.state_bytes(load)
-
-    def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
-        return NOT_GATHERED
-
-    def head_softmax_bytes(self, load: Load) -> float:
-        return 0.0
-
-    def kernel_bytes(self, load: Load, forwards: float) -> float:
-        """Each stored tensor is written and read forward; the backward reads it, and writes and reads its gradient."""
-        return (2 * forwards + 3) * self.stored_bytes(load)

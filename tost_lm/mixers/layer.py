@@ -58,7 +58,7 @@ class GrowingState(ABC):
 
 
 class TokenMixer(nn.Module):
-    """A layer between two projections, `in_proj` and `out_proj`. It is built from a `ModelConfig`."""
+    """A layer between two projections, `in_proj` and `out_proj`. It is built from a `MixerShape`."""
 
     State: ClassVar[type[Any]]
     """A NamedTuple of tensors, [N, …]; its method `to_running_dtype` prepares it for any number of further tokens."""

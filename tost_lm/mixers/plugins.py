@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tost_lm.config import validate
+from tost_lm.config import Section, validate
 from tost_lm.errors import ConfigError
 from tost_lm.files import regular_file, sha256_bytes
 from tost_lm.mixers.facts import MixerFacts, Plugin
@@ -111,6 +111,12 @@ def complete_settings(pattern: str, given: Mapping[str, Mapping[str, Any]]) -> d
             raise ConfigError(str(error).replace(f"{where}: ", f"{where}.")) from None
         completed[letter] = {SHA256: plugin.sha256, **values}
     return completed
+
+
+def settings_of(letter: str, stored: Mapping[str, Any]) -> Section:
+    """The settings of a plugin, from those that `complete_settings` returns."""
+    own = {name: value for name, value in stored.items() if name != SHA256}
+    return validate(FACTS[letter].settings, own, f"model.plugin_settings.{letter}")
 
 
 def _plugins(letters: str) -> dict[str, Plugin]:

@@ -33,8 +33,3 @@ def mixer_class(letter: str) -> Any:
     """The layer of a mixer: a module with `State`, the type of its state, `groups` and `split_heads`."""
     facts = FACTS[letter]
     return facts.plugin.layer if facts.plugin else import_module(f"tost_lm.mixers.{facts.folder}.layer").MIXER
-
-
-def facts_of(letters: str) -> list[MixerFacts]:
-    """The facts of the mixers in a pattern, each once."""
-    return [facts for letter, facts in FACTS.items() if letter in letters]

@@ -7,8 +7,10 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from tost_lm.config import Section, is_from_user
-from tost_lm.mixers.plugins import complete_settings, run_plugin, unknown_letters
-from tost_lm.mixers.registry import FACTS, MixerSettings, facts_of
+from tost_lm.mixers.facts import MixerFacts
+from tost_lm.mixers.plugins import complete_settings, run_plugin, settings_of, unknown_letters
+from tost_lm.mixers.registry import FACTS, MixerSettings
+from tost_lm.mixers.shape import MixerShape
 
 SWIGLU_MULTIPLE = 256
 """The hidden channels of a SwiGLU are a multiple of it: several tensor ranks have whole tiles of a matrix product."""
@@ -107,6 +109,17 @@ class ModelConfig(MixerSettings, ModelShape):
         """The mixer of each layer, a letter each."""
         return self.pattern * (self.layers // len(self.pattern))
 
+    def shape_of(self, letter: str) -> MixerShape:
+        """The part of these settings that the mixer with this letter of `pattern` reads."""
+        facts = FACTS[letter]
+        own = settings_of(letter, self.plugin_settings[letter]) if facts.plugin else getattr(self, facts.folder)
+        return MixerShape(self.width, self.heads, self.bias, self.norm_epsilon, self.max_positions, own)
+
+    @property
+    def mixers(self) -> list[tuple[MixerFacts, MixerShape]]:
+        """The mixers in `pattern`, each once."""
+        return [(facts, self.shape_of(letter)) for letter, facts in FACTS.items() if letter in self.pattern]
+
     @property
     def mlp_width(self) -> int:
         """Hidden channels of an MLP; a SwiGLU has as many again for its gate."""
@@ -117,14 +130,14 @@ class ModelConfig(MixerSettings, ModelShape):
     @property
     def layer_kinds(self) -> str:
         """The mixers and their pattern, in words."""
-        used = {facts.letter: facts.description(self) for facts in facts_of(self.pattern)}
+        used = {facts.letter: facts.description(shape) for facts, shape in self.mixers}
         listed = ", ".join(f"{letter} {kind}" for letter, kind in used.items())
         return used[self.pattern[0]] if len(used) == 1 else f"pattern {self.pattern}: {listed}"
 
     @property
     def position_limit(self) -> int | None:
         """The longest sequence length that the model accepts; None: unlimited."""
-        in_mixers = any(facts.has_position_parameters(self) for facts in facts_of(self.pattern))
+        in_mixers = any(facts.has_position_parameters(shape) for facts, shape in self.mixers)
         return self.max_positions if self.positions == "learned" or in_mixers else None
 
     def in_use(self) -> dict[str, Any]:
@@ -140,12 +153,12 @@ class ModelConfig(MixerSettings, ModelShape):
     @property
     def rope_theta(self) -> float:
         """Base of the rotary embedding of mixers; 0: none."""
-        return max(facts.rope_theta(self) for facts in facts_of(self.pattern))
+        return max(facts.rope_theta(shape) for facts, shape in self.mixers)
 
     @property
     def kept_tokens(self) -> int | None:
         """Tokens whose keys and values are in a state, at most; None: all."""
-        kept = [facts.kept_tokens(self) for facts in facts_of(self.pattern)]
+        kept = [facts.kept_tokens(shape) for facts, shape in self.mixers]
         return None if None in kept else max(filter(None, kept), default=0)
 
     @model_validator(mode="before")
@@ -191,7 +204,7 @@ class ModelConfig(MixerSettings, ModelShape):
         check_blocks(self.layers, self.heads, self.width, self.pattern)
         if strange := set(self.norm_after) - set(self.pattern):
             raise ValueError(f"model.norm_after {self.norm_after!r}: no {min(strange)} in model.pattern; leave it out")
-        for facts in facts_of(self.pattern):
-            if problem := facts.problem(self):
+        for facts, shape in self.mixers:
+            if problem := facts.problem(shape):
                 raise ValueError(problem)
         return self

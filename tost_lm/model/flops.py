@@ -11,7 +11,7 @@ import re
 from typing import Literal, NamedTuple
 
 from tost_lm.mixers.facts import Flops
-from tost_lm.mixers.registry import FACTS, facts_of
+from tost_lm.mixers.registry import FACTS
 from tost_lm.model.config import ModelConfig
 
 
@@ -46,10 +46,10 @@ class FlopsPerToken(NamedTuple):
 
 def parameters(config: ModelConfig) -> Parameters:
     C, biased, mixers, of_mixers = config.width, int(config.bias), 0, 0
-    for facts in facts_of(config.pattern):
-        layers, own = facts.layers(config), facts.own_numbers(config)
-        biases = biased * (facts.channels_in(config) + C)
-        mixers += layers * (facts.weights(config) + biases + own.decayed + own.vectors)
+    for facts, shape in config.mixers:
+        layers, own = facts.layers(config.letters), facts.own_numbers(shape)
+        biases = biased * (facts.channels_in(shape) + C)
+        mixers += layers * (facts.weights(shape) + biases + own.decayed + own.vectors)
         of_mixers += layers * own.replicated
     of_norm = C if config.norm == "rms" else (1 + biased) * C
     return Parameters(
@@ -65,8 +65,8 @@ def vectors(config: ModelConfig) -> tuple[int, int]:
     """Numbers without weight decay (vectors and denom_bias): those that tensor ranks split, and all others."""
     biased, hidden = int(config.bias), (_mlp_matrices(config) - 1) * config.mlp_width
     split = biased * config.layers * hidden
-    for facts in facts_of(config.pattern):
-        split += facts.layers(config) * (facts.own_numbers(config).vectors + biased * facts.channels_in(config))
+    for facts, shape in config.mixers:
+        split += facts.layers(config.letters) * (facts.own_numbers(shape).vectors + biased * facts.channels_in(shape))
     return split, parameters(config).scales + biased * 2 * config.layers * config.width
 
 
@@ -86,17 +86,17 @@ def block_matrices(config: ModelConfig) -> list[tuple[int, int]]:
     of_mlp = [((_mlp_matrices(config) - 1) * hidden, C), (C, hidden)]
     shapes = []
     for letter in config.letters:
-        facts = FACTS[letter]
-        shapes += [(facts.channels_in(config), C), (C, facts.channels_out(config)), *of_mlp]
+        facts, shape = FACTS[letter], config.shape_of(letter)
+        shapes += [(facts.channels_in(shape), C), (C, facts.channels_out(shape)), *of_mlp]
     return shapes
 
 
 def flops_per_token(config: ModelConfig, tokens: int) -> FlopsPerToken:
     """FLOPs per token of training on documents of `tokens` tokens."""
-    used = facts_of(config.pattern)
-    attention = _sum([(facts.layers(config), facts.attention_flops(config, tokens)) for facts in used])
-    operator = _sum([(facts.layers(config), facts.operator_flops(config)) for facts in used])
-    mixers = sum(facts.layers(config) * facts.weights(config) for facts in used)
+    used = [(facts.layers(config.letters), facts, shape) for facts, shape in config.mixers]
+    attention = _sum([(layers, facts.attention_flops(shape, tokens)) for layers, facts, shape in used])
+    operator = _sum([(layers, facts.operator_flops(shape)) for layers, facts, shape in used])
+    mixers = sum(layers * facts.weights(shape) for layers, facts, shape in used)
     weights = mixers + config.layers * mlp_weights(config) + config.vocab_size * config.width
     return FlopsPerToken(Flops(2 * weights, 4 * weights), attention, operator)
 

@@ -65,7 +65,7 @@ class TostLM(nn.Module):
             self.embedding = nn.Embedding(config.vocab_size, config.width)
             self.positions = nn.Embedding(config.max_positions, config.width) if learned else None
             self.blocks = nn.ModuleList(
-                Block(config, mixer_class(letter)(config), norm_after=letter in config.norm_after)
+                Block(config, mixer_class(letter)(config.shape_of(letter)), norm_after=letter in config.norm_after)
                 for letter in config.letters
             )
             self.norm = build_norm(config)

@@ -14,12 +14,6 @@ class AdamW(OptimizerSpec):
     def build(self, model: Any, config: OptimConfig) -> Any:
         return adamw_of(parameter_groups(model, config.weight_decay), config)
 
-    def obstacle(self, tensor: int, zero_stage: int) -> str | None:
-        return None
-
-    def matrix_flops(self, rows: int, columns: int) -> float:
-        return 0.0
-
 
 OPTIMIZER = AdamW()
 

@@ -1,4 +1,4 @@
-"""The interface of an optimizer. Settings and the resource plan read it, so torch is imported in `build` only."""
+"""The interface of an optimizer, which settings, the resource plan and model cards read. It needs no torch."""
 
 from abc import ABC, abstractmethod
 from importlib import import_module
@@ -24,13 +24,13 @@ class OptimizerSpec(ABC):
         """The `torch.optim.Optimizer` of a module's parameters. If it keeps other tensors than AdamW does, it has a
         method `statistics_of(parameter)`, which returns their names; they are float32 and of the parameter's shape."""
 
-    @abstractmethod
     def obstacle(self, tensor: int, zero_stage: int) -> str | None:
         """Why it cannot run with these settings of [parallel], with the fix; None: it can."""
+        return None
 
-    @abstractmethod
     def matrix_flops(self, rows: int, columns: int) -> float:
         """FLOPs of the matrix products in the update of a linear layer's weight."""
+        return 0.0
 
     def state_bytes(self, parameters: float, in_matrices: float) -> float:
         """Bytes of state of so many parameters, of which `in_matrices` are in weights of linear layers."""

@@ -6,7 +6,6 @@ from pydantic import AliasChoices, Field, model_validator
 
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.registry import facts_of
 from tost_lm.model.config import ModelConfig
 
 
@@ -82,8 +81,8 @@ def obstacle_to_tensor_ranks(model: ModelConfig, ranks: int) -> str | None:
     """Why `ranks` tensor ranks cannot split the model; None: they can."""
     if model.heads % ranks:
         return f"model.heads {model.heads} is not divisible by parallel.tensor {ranks}; choose a divisor of the heads"
-    for facts in facts_of(model.pattern):
-        if obstacle := facts.obstacle_to_tensor_ranks(model, ranks):
+    for facts, shape in model.mixers:
+        if obstacle := facts.obstacle_to_tensor_ranks(shape, ranks):
             return obstacle
     if model.mlp_width % ranks:
         return (

@@ -11,7 +11,6 @@ from tost_lm.data.passages import NAMES, WORDS, secret_line
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.markdown import escape, table
 from tost_lm.mixers.facts import Load
-from tost_lm.mixers.registry import facts_of
 from tost_lm.model.config import ModelConfig
 from tost_lm.page import Chart, Page, draw_heatmap, new_panels, tabular
 from tost_lm.tasks.grid import GridConfig, GridTask, cells_by_length, mean_score
@@ -122,8 +121,9 @@ def section(run: EvaluatedModel, page: Page) -> str:
 
 def decoding_bytes(model: ModelConfig, tokens: int) -> float:
     """Bytes of the state of all layers after so many tokens of a document, in float32."""
-    load = Load(model, 4, True, tokens, tokens, tokens, sequence=1, tensor=1, exchanged_rows=1)
-    return sum(facts.layers(model) * facts.state_bytes(load) for facts in facts_of(model.pattern))
+    micro_batch = 4, True, tokens, tokens, tokens, 1, 1, 1
+    of_layer = {facts: facts.state_bytes(Load(shape, *micro_batch)) for facts, shape in model.mixers}
+    return sum(facts.layers(model.letters) * size for facts, size in of_layer.items())
 
 
 def _chance_error(chance: float, examples: int) -> float:

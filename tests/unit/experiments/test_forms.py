@@ -140,7 +140,7 @@ def test_the_slots_are_the_plugin(slots: ModuleType):
     form, C = CATALOG["slots"][0], 12
     torch.manual_seed(0)
     theirs = Slots(form, C).double()
-    ours = slots.SlotMixer(ModelConfig(layers=1, heads=form.heads, width=C, pattern="S")).double()
+    ours = slots.SlotMixer(ModelConfig(layers=1, heads=form.heads, width=C, pattern="S").shape_of("S")).double()
     heads = lambda weight: weight.unflatten(0, (form.heads, -1))
     layers = [*(theirs.projections[name] for name in "kqv"), theirs.gate]
     parts = [heads(layer.get_parameter("weight")) for layer in layers]

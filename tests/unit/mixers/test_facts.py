@@ -22,17 +22,18 @@ SETTINGS = [
 def layer(letter: str, settings: dict) -> tuple[ModelConfig, TokenMixer]:
     config = ModelConfig(layers=1, heads=4, width=32, vocab_size=8, max_positions=16, pattern=letter, **settings)
     with torch.device("meta"):
-        return config, mixer_class(letter)(config)
+        return config, mixer_class(letter)(config.shape_of(letter))
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("letter", FACTS)
 def test_numbers_are_those_of_the_layer(letter: str, settings: dict):
     facts, (config, mixer) = FACTS[letter], layer(letter, settings)
-    assert mixer.in_proj.weight.shape == (facts.channels_in(config), config.width)
-    assert mixer.out_proj.weight.shape == (config.width, facts.channels_out(config))
+    shape = config.shape_of(letter)
+    assert mixer.in_proj.weight.shape == (facts.channels_in(shape), config.width)
+    assert mixer.out_proj.weight.shape == (config.width, facts.channels_out(shape))
     own = {name: p for name, p in mixer.named_parameters() if not name.startswith(("in_proj.", "out_proj."))}
-    count, whole = facts.own_numbers(config), [p for name, p in own.items() if name not in mixer.OF_HEADS]
+    count, whole = facts.own_numbers(shape), [p for name, p in own.items() if name not in mixer.OF_HEADS]
     assert count.decayed + count.vectors + count.replicated == sum(p.numel() for p in own.values())
     assert (count.replicated, count.replicated_tensors) == (sum(p.numel() for p in whole), len(whole))
     assert all(p.shape[0] % config.heads == 0 for name, p in own.items() if name in mixer.OF_HEADS)

@@ -14,7 +14,7 @@ import tokenize
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import xxhash
@@ -26,14 +26,13 @@ from tost_lm.data.sources.blocks import (
     Block,
     Document,
     Position,
-    Reader,
+    Source,
     SourceBlock,
     blocks_of_rows,
     parse,
     printable,
 )
-from tost_lm.data.sources.files import CorpusFile, corpus_files, left_out_files
-from tost_lm.data.sources.formats import format_of
+from tost_lm.data.sources.files import CorpusFile, corpus_files, format_of, left_out_files
 from tost_lm.data.sources.tables import hub_blocks, hub_fingerprint, hub_rows, known_rows
 from tost_lm.errors import ConfigError, DataError
 
@@ -57,15 +56,6 @@ DOCUMENT_SETTINGS = (
 )  # fmt: skip
 
 
-class Source(NamedTuple):
-    """One file of a corpus, the embedded corpus or a hub dataset."""
-
-    where: str
-    size: int | None
-    """In the unit of `SourceBlock.consumed`; None: unknown."""
-    reader: Reader
-
-
 def read_blocks(corpus: CorpusConfig, start: Position | None = None, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
     """Blocks of about `block_bytes`, from the beginning or from the end of an earlier block. Deterministic.
 
@@ -81,14 +71,15 @@ def read_blocks(corpus: CorpusConfig, start: Position | None = None, block_bytes
         block = next(blocks, None)
         while block is not None:
             following = next(blocks, None)
-            first_row, first_line = row, line + (source.reader.unit == "line")
+            first_row, first_line = row, line + (source.unit == "line")
             row, line = row + block.rows, line + block.lines
             end, consumed = Position(file, block.offset, row, line), block.consumed
             if following is None:
                 end, consumed = Position(file + 1, 0, row, 0), source.size or 0
             fraction = min(1.0, (before + consumed) / max(1, total)) if known else None
-            kind, unit = source.reader.kind, source.reader.unit
-            yield Block(kind, block.payload, source.where, first_row, block.rows, first_line, end, fraction, unit)
+            yield Block(
+                source.kind, block.payload, source.where, first_row, block.rows, first_line, end, fraction, source.unit
+            )
             block = following
         offset, line, before = 0, 0, before + (source.size or 0)
     if not row:
@@ -103,8 +94,8 @@ def count_rows(corpus: CorpusConfig) -> int:
     """
     rows = 0
     for source in _sources(corpus):
-        if source.reader.rows:
-            rows += _guarded(source.where, source.reader.rows)
+        if source.rows:
+            rows += _guarded(source.where, source.rows)
         else:
             rows += sum(block.rows for block in _read(source, 0, BLOCK_BYTES))
     return rows
@@ -139,21 +130,21 @@ def _sources(corpus: CorpusConfig) -> list[Source]:
         def embedded_blocks(offset: int, block_bytes: int) -> Iterator[SourceBlock]:
             return blocks_of_rows(rows, offset, block_bytes, lambda row: row)
 
-        return [Source("embedded", len(rows), Reader("lines", "row", embedded_blocks, lambda: len(rows)))]
+        return [Source("lines", "row", embedded_blocks, lambda: len(rows), "embedded", len(rows))]
     if corpus.source.startswith("hub:"):
-        reader = Reader("arrow", "row", partial(hub_blocks, corpus), partial(hub_rows, corpus))
-        return [Source(corpus.source, known_rows(corpus), reader)]
+        blocks, rows = partial(hub_blocks, corpus), partial(hub_rows, corpus)
+        return [Source("arrow", "row", blocks, rows, corpus.source, known_rows(corpus))]
     return [_file_source(file, corpus) for file in corpus_files(corpus.source)]
 
 
 def _file_source(file: CorpusFile, corpus: CorpusConfig) -> Source:
     where, form = printable(str(file.path)), format_of(file.path)
     assert form is not None  # corpus_files refuses others
-    return Source(where, file.size, _guarded(where, lambda: form.reader(file.path, file.size, corpus)))
+    return _guarded(where, lambda: form.open(file.path, file.size, corpus))._replace(where=where, size=file.size)
 
 
 def _read(source: Source, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
-    blocks = source.reader.blocks(offset, block_bytes)
+    blocks = source.blocks(offset, block_bytes)
     while (block := _guarded(source.where, lambda: next(blocks, None))) is not None:
         yield block
 

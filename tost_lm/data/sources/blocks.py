@@ -93,16 +93,19 @@ class SourceBlock(NamedTuple):
     """Amount read so far: bytes of a file on disk, rows of other sources."""
 
 
-class Reader(NamedTuple):
-    """How a source is read in blocks."""
+class Source(NamedTuple):
+    """One file of a corpus, the embedded corpus or a hub dataset."""
 
     kind: Literal["lines", "arrow", "text"]
-    """Of its blocks, as `Block.kind`."""
     unit: Literal["line", "row", "item"]
     blocks: Callable[[int, int], Iterator[SourceBlock]]
     """From an offset and a block size in bytes to the blocks."""
     rows: Callable[[], int] | None = None
     """Counts the rows, where that is possible without reading all blocks."""
+    where: str = ""
+    """The name in messages; of a file, it is set by `_sources`."""
+    size: int | None = None
+    """In the unit of `SourceBlock.consumed`; None: unknown."""
 
 
 class CorpusFormat(NamedTuple):
@@ -110,7 +113,7 @@ class CorpusFormat(NamedTuple):
 
     endings: tuple[str, ...]
     """In lower case."""
-    reader: Callable[[Path, int, CorpusConfig], Reader]
+    open: Callable[[Path, int, CorpusConfig], Source]
     """From a file and its size in bytes. It may read the file, and raise what reading raises."""
     may_be_compressed: bool = False
     """Whether `text.COMPRESSIONS` may follow the ending."""

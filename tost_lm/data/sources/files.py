@@ -1,4 +1,4 @@
-"""The files of a corpus, in their order."""
+"""The files of a corpus: their order, and the format of each by its ending."""
 
 import glob
 import os
@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from tost_lm.data.shard_format import FORMAT, MANIFEST
-from tost_lm.data.sources.blocks import listed
-from tost_lm.data.sources.formats import SUPPORTED, format_of
-from tost_lm.data.sources.text import COMPRESSIONS
+from tost_lm.data.sources.blocks import CorpusFormat, listed
+from tost_lm.data.sources.tables import ARROW, PARQUET
+from tost_lm.data.sources.text import COMPRESSIONS, JSON, JSON_LINES, TEXT
 from tost_lm.errors import DataError
 from tost_lm.files import regular_file
 
+FORMATS = (TEXT, JSON_LINES, JSON, PARQUET, ARROW)
+_COMPRESSED, _OTHERS = (
+    [ending for one in FORMATS if one.may_be_compressed == choice for ending in one.endings] for choice in (True, False)
+)
+SUPPORTED = f"{', '.join(_COMPRESSED)} (also with {' or '.join(COMPRESSIONS)}), {' or '.join(_OTHERS)}"
 SHARDS_OF_ANY_VERSION = f'"format": "{FORMAT.rpartition(".")[0]}.'.encode()
 MANIFEST_HEAD_BYTES = 200
 
@@ -26,6 +31,14 @@ class CorpusFile(NamedTuple):
     path: Path
     size: int
     mtime_ns: int
+
+
+def format_of(path: Path) -> CorpusFormat | None:
+    """The format of a file by its ending; None: a corpus cannot read it."""
+    is_compressed = path.suffix.lower() in COMPRESSIONS
+    ending = (Path(path.stem) if is_compressed else path).suffix.lower()
+    found = next((one for one in FORMATS if ending in one.endings), None)
+    return found if found and (found.may_be_compressed or not is_compressed) else None
 
 
 def corpus_files(source: str) -> list[CorpusFile]:

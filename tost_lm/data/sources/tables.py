@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tost_lm.data.settings import CorpusConfig
-from tost_lm.data.sources.blocks import ROW_LIMIT, CorpusFormat, Reader, SourceBlock, listed, too_long
+from tost_lm.data.sources.blocks import ROW_LIMIT, CorpusFormat, Source, SourceBlock, listed, too_long
 from tost_lm.errors import DataError
 
 PARQUET_ROWS = 16
@@ -78,15 +78,12 @@ def arrow_rows(path: Path) -> int:
         return sum(batch.num_rows for batch in batches)
 
 
-def _read_parquet(path: Path, size: int, corpus: CorpusConfig) -> Reader:
-    return Reader("arrow", "row", partial(parquet_blocks, path, size, corpus.text_field), partial(parquet_rows, path))
+def _open(blocks: Callable, rows: Callable, path: Path, size: int, corpus: CorpusConfig) -> Source:
+    return Source("arrow", "row", partial(blocks, path, size, corpus.text_field), partial(rows, path))
 
 
-def _read_arrow(path: Path, size: int, corpus: CorpusConfig) -> Reader:
-    return Reader("arrow", "row", partial(arrow_blocks, path, size, corpus.text_field), partial(arrow_rows, path))
-
-
-PARQUET, ARROW = CorpusFormat((".parquet",), _read_parquet), CorpusFormat((".arrow",), _read_arrow)
+PARQUET = CorpusFormat((".parquet",), partial(_open, parquet_blocks, parquet_rows))
+ARROW = CorpusFormat((".arrow",), partial(_open, arrow_blocks, arrow_rows))
 
 
 def check_column(where: str, schema: Any, text_field: str) -> None:

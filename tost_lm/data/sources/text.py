@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from tost_lm.data.settings import CorpusConfig
-from tost_lm.data.sources.blocks import ROW_LIMIT, CorpusFormat, Reader, SourceBlock, blocks_of_rows, too_long
+from tost_lm.data.sources.blocks import ROW_LIMIT, CorpusFormat, Source, SourceBlock, blocks_of_rows, too_long
 from tost_lm.errors import DataError
 from tost_lm.files import regular_file
 
@@ -172,23 +172,23 @@ def _item_end(text: str, begin: int, ended: bool, where: str) -> int | None:
     return None
 
 
-def _read_text(path: Path, size: int, corpus: CorpusConfig) -> Reader:
+def _open_text(path: Path, size: int, corpus: CorpusConfig) -> Source:
     if corpus.text_documents == "file":
-        return Reader("text", "line", partial(text_block, path), lambda: 1)
-    return Reader("text", "line", partial(line_blocks, path))
+        return Source("text", "line", partial(text_block, path), lambda: 1)
+    return Source("text", "line", partial(line_blocks, path))
 
 
-def _read_lines(path: Path, size: int, corpus: CorpusConfig) -> Reader:
-    return Reader("lines", "line", partial(line_blocks, path))
+def _open_lines(path: Path, size: int, corpus: CorpusConfig) -> Source:
+    return Source("lines", "line", partial(line_blocks, path))
 
 
-def _read_json(path: Path, size: int, corpus: CorpusConfig) -> Reader:
+def _open_json(path: Path, size: int, corpus: CorpusConfig) -> Source:
     """A file that begins as an array is one; any other holds JSON lines."""
     with ByteStream(path) as stream:
         is_array = _first_bytes(stream).startswith(b"[")
-    return Reader("lines", "item", partial(array_blocks, path)) if is_array else _read_lines(path, size, corpus)
+    return Source("lines", "item", partial(array_blocks, path)) if is_array else _open_lines(path, size, corpus)
 
 
-TEXT = CorpusFormat((".txt", ".md"), _read_text, may_be_compressed=True)
-JSON_LINES = CorpusFormat((".jsonl",), _read_lines, may_be_compressed=True)
-JSON = CorpusFormat((".json",), _read_json, may_be_compressed=True)
+TEXT = CorpusFormat((".txt", ".md"), _open_text, may_be_compressed=True)
+JSON_LINES = CorpusFormat((".jsonl",), _open_lines, may_be_compressed=True)
+JSON = CorpusFormat((".json",), _open_json, may_be_compressed=True)

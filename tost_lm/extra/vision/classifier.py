@@ -98,7 +98,7 @@ class ClassAttentionBlock(Block):
     """
 
     def __init__(self, config: ModelConfig):
-        super().__init__(config, ClassAttention(config))
+        super().__init__(config, ClassAttention(config.shape_of("A")))
 
     def compute(self, x_BTC: Tensor, state: None, info: SequenceInfo) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         normed_BTC = self.mixer_norm(x_BTC)
@@ -121,7 +121,9 @@ class TostVision(nn.Module):
         self.config = config
         self.embedding = PatchConvolutions(config.convolutions, config.width)
         self.positions = FourierPositions(config.width)
-        self.blocks = nn.ModuleList(Block(blocks, BidirectionalTssa(blocks)) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            Block(blocks, BidirectionalTssa(blocks.shape_of("T"))) for _ in range(config.layers)
+        )
         for block in self.blocks:
             block.mixer_scale, block.mlp_scale = (
                 StochasticDepth(config.width, config.layer_scale, config.drop_path) for _ in range(2)

@@ -18,21 +18,17 @@ in the backward; more pass states of 4·H·K·V bytes on, in both. All exchange 
 they add up the states in float64, and their gradients.
 """
 
-from typing import TYPE_CHECKING
-
 from tost_lm.mixers.delta.settings import (
     CHUNK_TOKENS,
     CONV_TAPS,
     DEVICE_GROUP_ELEMENTS,
     GROUP_CHUNKS,
     GROUP_ELEMENTS,
+    DeltaShape,
     Sizes,
 )
 from tost_lm.mixers.facts import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentFacts
 from tost_lm.sizes import ALL_GATHER_RANKS
-
-if TYPE_CHECKING:
-    from tost_lm.model.config import ModelConfig
 
 
 class DeltaFacts(RecurrentFacts):
@@ -42,11 +38,11 @@ class DeltaFacts(RecurrentFacts):
     tag = "gated-delta-rule"
     kernel_bandwidth = 0.31  # an estimate: no GPU has measured these kernels
 
-    def description(self, model: "ModelConfig") -> str:
+    def description(self, shape: DeltaShape) -> str:
         return "gated delta rule, linear in time"
 
-    def problem(self, model: "ModelConfig") -> str | None:
-        sizes = Sizes.of(model)
+    def problem(self, shape: DeltaShape) -> str | None:
+        sizes = Sizes.of(shape)
         if sizes.value_heads % sizes.key_heads == 0:
             return None
         return (
@@ -54,8 +50,8 @@ class DeltaFacts(RecurrentFacts):
             "it or model.delta.qk_heads"
         )
 
-    def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
-        heads = Sizes.of(model).key_heads
+    def obstacle_to_tensor_ranks(self, shape: DeltaShape, ranks: int) -> str | None:
+        heads = Sizes.of(shape).key_heads
         if heads % ranks == 0:
             return None
         return f"the {heads} key heads of delta layers are not divisible by parallel.tensor {ranks}; choose a divisor"
@@ -63,22 +59,22 @@ class DeltaFacts(RecurrentFacts):
     def obstacle_to_determinism(self) -> str | None:
         return "the kernels of delta layers are chosen by their measured time"
 
-    def channels_in(self, model: "ModelConfig") -> int:
+    def channels_in(self, shape: DeltaShape) -> int:
         """Queries, keys and values, gates of the outputs, write strengths and decays."""
-        sizes = Sizes.of(model)
+        sizes = Sizes.of(shape)
         return sizes.convolved + sizes.value_heads * (sizes.value_size + 2)
 
-    def channels_out(self, model: "ModelConfig") -> int:
-        sizes = Sizes.of(model)
+    def channels_out(self, shape: DeltaShape) -> int:
+        sizes = Sizes.of(shape)
         return sizes.value_heads * sizes.value_size
 
-    def own_numbers(self, model: "ModelConfig") -> OwnNumbers:
+    def own_numbers(self, shape: DeltaShape) -> OwnNumbers:
         """The convolution; two rates for each value head; the scales of the norm, which all heads share."""
-        sizes = Sizes.of(model)
+        sizes = Sizes.of(shape)
         return OwnNumbers(sizes.convolved * CONV_TAPS, 2 * sizes.value_heads, sizes.value_size, 1)
 
-    def operator_flops(self, model: "ModelConfig") -> Flops:
-        sizes = Sizes.of(model)
+    def operator_flops(self, shape: DeltaShape) -> Flops:
+        sizes = Sizes.of(shape)
         state, convolved = sizes.value_heads * sizes.key_size * sizes.value_size, sizes.convolved
         return Flops(7 * state + (2 * CONV_TAPS - 1) * convolved, 14 * state + (4 * CONV_TAPS - 1) * convolved)
 
@@ -86,7 +82,7 @@ class DeltaFacts(RecurrentFacts):
         return 142 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
-        sizes, e = Sizes.of(load.model), load.element_bytes
+        sizes, e = Sizes.of(load.shape), load.element_bytes
         h, H, K, V = sizes
         elements = GROUP_ELEMENTS if load.on_cpu else DEVICE_GROUP_ELEMENTS
         rows = load.tokens / load.tokens_here
@@ -98,13 +94,13 @@ class DeltaFacts(RecurrentFacts):
         return convolved + keys + (8 + 5 * e) * H * V + 24 * H + 16 * h + states + maps
 
     def state_bytes(self, load: Load) -> float:
-        sizes = Sizes.of(load.model)
+        sizes = Sizes.of(load.shape)
         memory = 8 * sizes.value_heads * sizes.key_size * sizes.value_size
         return memory + load.element_bytes * sizes.convolved * (CONV_TAPS - 1)
 
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
         """The map of the tokens and the state before them, or the gradient of a state; and the convolution's tokens."""
-        sizes = Sizes.of(load.model)
+        sizes = Sizes.of(load.shape)
         columns = sizes.value_size if backward else sizes.key_size + 2 * sizes.value_size
         taps = load.element_bytes * sizes.convolved * (CONV_TAPS - 1)
         return taps + (4 * sizes.value_heads * sizes.key_size * columns if load.sequence <= ALL_GATHER_RANKS else 0)
@@ -113,7 +109,7 @@ class DeltaFacts(RecurrentFacts):
         return self.summed_bytes(load) / 2 if load.sequence > ALL_GATHER_RANKS else 0.0
 
     def summed_bytes(self, load: Load) -> float:
-        sizes = Sizes.of(load.model)
+        sizes = Sizes.of(load.shape)
         return 8 * sizes.value_heads * sizes.key_size * sizes.value_size
 
 

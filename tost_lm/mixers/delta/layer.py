@@ -6,7 +6,7 @@ head, E = h·(2K + G·V) channels that are convolved.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,13 @@ from torch.nn.functional import rms_norm, silu, softplus
 
 from tost_lm.mixers.delta.fla import missing_in_training
 from tost_lm.mixers.delta.operator import delta_rule, delta_rule_step
-from tost_lm.mixers.delta.settings import CONV_TAPS, Sizes
+from tost_lm.mixers.delta.settings import CONV_TAPS, DeltaShape, Sizes
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.ops.initialization import InitialValue, Normal, set_own_constants
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
 from tost_lm.ops.short_conv import CONVOLUTION
-
-if TYPE_CHECKING:
-    from tost_lm.model.config import ModelConfig
 
 LARGEST_RATE = 16.0
 SHORTEST_STEP, LONGEST_STEP = 1e-3, 1e-1
@@ -58,13 +55,13 @@ class DeltaMixer(TokenMixer):
     OF_HEADS = ("conv", "log_rate", "step_bias")
     FIXED_STATE = True
 
-    def __init__(self, config: "ModelConfig"):
+    def __init__(self, shape: DeltaShape):
         super().__init__()
-        self.key_heads, self.heads, self.key_size, self.value_size = h, H, K, V = Sizes.of(config)
-        self.strength, group, width = 2 if config.delta.beta_to_two else 1, H // h, config.width
+        self.key_heads, self.heads, self.key_size, self.value_size = h, H, K, V = Sizes.of(shape)
+        self.strength, group, width = 2 if shape.own.beta_to_two else 1, H // h, shape.width
         self.sizes = [2 * K + group * V, group * V, group, group]
-        self.in_proj = nn.Linear(width, h * sum(self.sizes), bias=config.bias)
-        self.out_proj = nn.Linear(H * V, width, bias=config.bias)
+        self.in_proj = nn.Linear(width, h * sum(self.sizes), bias=shape.bias)
+        self.out_proj = nn.Linear(H * V, width, bias=shape.bias)
         self.conv = nn.Parameter(torch.empty(h * self.sizes[0], CONV_TAPS).normal_(std=conv_std()))
         self.log_rate, self.step_bias = nn.Parameter(torch.empty(H)), nn.Parameter(torch.empty(H))
         self.norm = nn.Parameter(torch.empty(V))

@@ -1,13 +1,11 @@
 """Settings of delta layers, and sizes that their operator and the resource plan share. No torch is imported."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pydantic import Field
 
 from tost_lm.config import Section
-
-if TYPE_CHECKING:
-    from tost_lm.model.config import ModelConfig
+from tost_lm.mixers.shape import MixerShape
 
 CONV_TAPS = 4
 """Tokens that the convolution of queries, keys and values reads."""
@@ -40,6 +38,9 @@ class DeltaSettings(Section):
     """Write strengths up to 2 instead of 1: the state can reverse what it returns for a key (arXiv 2411.12537)."""
 
 
+DeltaShape = MixerShape[DeltaSettings]
+
+
 class Sizes(NamedTuple):
     """Heads and channels of a delta layer."""
 
@@ -49,10 +50,10 @@ class Sizes(NamedTuple):
     value_size: int
 
     @classmethod
-    def of(cls, model: "ModelConfig") -> "Sizes":
-        shape = model.delta
-        key_heads, key_size = shape.qk_heads or model.heads, shape.qk_size or model.width // model.heads
-        return cls(key_heads, shape.value_heads or key_heads, key_size, shape.value_size or key_size)
+    def of(cls, shape: DeltaShape) -> "Sizes":
+        own = shape.own
+        key_heads, key_size = own.qk_heads or shape.heads, own.qk_size or shape.width // shape.heads
+        return cls(key_heads, own.value_heads or key_heads, key_size, own.value_size or key_size)
 
     @property
     def convolved(self) -> int:

@@ -15,13 +15,8 @@ Sequence ranks gather keys and values of all tokens of a tile, or of the last w 
 what was received. Without a window they gather those of the earlier tiles one by one, and again.
 """
 
-from typing import TYPE_CHECKING
-
 from tost_lm.mixers.facts import BLOCK_LAUNCHES, NO_FLOPS, Flops, GatheredTokens, Load, MixerFacts, OwnNumbers
-from tost_lm.mixers.softmax.settings import kv_width
-
-if TYPE_CHECKING:
-    from tost_lm.model.config import ModelConfig
+from tost_lm.mixers.softmax.settings import SoftmaxShape, kv_width
 
 
 class SoftmaxFacts(MixerFacts):
@@ -31,34 +26,31 @@ class SoftmaxFacts(MixerFacts):
     tag = "softmax-attention"
     kernel_bandwidth = 0.4  # flash attention with 1,024 tokens on an H200, beside what its FLOPs take
 
-    def description(self, model: "ModelConfig") -> str:
-        return "softmax attention" + (f" over {model.softmax.window:,} tokens" if model.softmax.window else "")
+    def description(self, shape: SoftmaxShape) -> str:
+        return "softmax attention" + (f" over {shape.own.window:,} tokens" if shape.own.window else "")
 
-    def problem(self, model: "ModelConfig") -> str | None:
-        kv_heads = model.softmax.kv_heads
-        if kv_heads and model.heads % kv_heads:
+    def problem(self, shape: SoftmaxShape) -> str | None:
+        kv_heads = shape.own.kv_heads
+        if kv_heads and shape.heads % kv_heads:
             return (
-                f"model.heads {model.heads} is not a multiple of model.softmax.kv_heads {kv_heads}; change one of them"
+                f"model.heads {shape.heads} is not a multiple of model.softmax.kv_heads {kv_heads}; change one of them"
             )
-        if model.softmax.rope_theta and model.width // model.heads % 2:
+        if shape.own.rope_theta and shape.width // shape.heads % 2:
             return (
-                f"model.width {model.width} / model.heads {model.heads} is odd, but a rotary embedding rotates pairs "
+                f"model.width {shape.width} / model.heads {shape.heads} is odd, but a rotary embedding rotates pairs "
                 "of channels; change one of them or set model.softmax.rope_theta=0"
             )
         return None
 
-    def has_position_parameters(self, model: "ModelConfig") -> bool:
-        return False
+    def rope_theta(self, shape: SoftmaxShape) -> float:
+        return shape.own.rope_theta
 
-    def rope_theta(self, model: "ModelConfig") -> float:
-        return model.softmax.rope_theta
+    def kept_tokens(self, shape: SoftmaxShape) -> int | None:
+        return shape.own.window or None
 
-    def kept_tokens(self, model: "ModelConfig") -> int | None:
-        return model.softmax.window or None
-
-    def obstacle_to_tensor_ranks(self, model: "ModelConfig", ranks: int) -> str | None:
-        kv_heads = model.softmax.kv_heads or model.heads
-        if ranks > 1 and model.softmax.qk_norm == "all-heads":
+    def obstacle_to_tensor_ranks(self, shape: SoftmaxShape, ranks: int) -> str | None:
+        kv_heads = shape.own.kv_heads or shape.heads
+        if ranks > 1 and shape.own.qk_norm == "all-heads":
             return "tensor ranks cannot split softmax.qk_norm all-heads; set parallel.tensor=1 and use sequence ranks"
         if kv_heads % ranks:
             return (
@@ -66,50 +58,47 @@ class SoftmaxFacts(MixerFacts):
             )
         return None
 
-    def obstacle_to_determinism(self) -> str | None:
-        return None
+    def channels_in(self, shape: SoftmaxShape) -> int:
+        return shape.width + 2 * kv_width(shape)
 
-    def channels_in(self, model: "ModelConfig") -> int:
-        return model.width + 2 * kv_width(model)
+    def channels_out(self, shape: SoftmaxShape) -> int:
+        return shape.width
 
-    def channels_out(self, model: "ModelConfig") -> int:
-        return model.width
-
-    def own_numbers(self, model: "ModelConfig") -> OwnNumbers:
+    def own_numbers(self, shape: SoftmaxShape) -> OwnNumbers:
         """The scales of the norms of queries and keys."""
-        if not model.softmax.qk_norm:
+        if not shape.own.qk_norm:
             return OwnNumbers(0, 0, 0, 0)
-        of_all = model.softmax.qk_norm == "all-heads"
-        return OwnNumbers(0, 0, model.width + kv_width(model) if of_all else 2 * (model.width // model.heads), 2)
+        of_all = shape.own.qk_norm == "all-heads"
+        return OwnNumbers(0, 0, shape.width + kv_width(shape) if of_all else 2 * (shape.width // shape.heads), 2)
 
-    def attention_flops(self, model: "ModelConfig", tokens: int) -> Flops:
-        window = min(model.softmax.window or tokens, tokens)
-        forward = 4 * model.width * (window - window * (window - 1) / (2 * tokens))
+    def attention_flops(self, shape: SoftmaxShape, tokens: int) -> Flops:
+        window = min(shape.own.window or tokens, tokens)
+        forward = 4 * shape.width * (window - window * (window - 1) / (2 * tokens))
         return Flops(forward, 2 * forward)
 
-    def operator_flops(self, model: "ModelConfig") -> Flops:
+    def operator_flops(self, shape: SoftmaxShape) -> Flops:
         return NO_FLOPS
 
     def launches(self) -> int:
         return 34 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
-        model, e, ranks = load.model, load.element_bytes, load.sequence
-        C, kv = model.width, kv_width(model)
+        shape, e, ranks = load.shape, load.element_bytes, load.sequence
+        C, kv = shape.width, kv_width(shape)
         read = C + kv  # queries and keys
-        changed = model.softmax.rope_theta or model.softmax.qk_norm
+        changed = shape.own.rope_theta or shape.own.qk_norm
         if ranks > 1:
             # Gathered keys and values, with a window also a copy.
             relative = ranks * self.gathered_tokens(load, load.tile_tokens).tokens / load.tokens_here
-            gathered = 2 * (relative + 1 if model.softmax.window else relative)
-            kept = C + 2 * kv if model.softmax.qk_norm or not model.softmax.rope_theta else 0
+            gathered = 2 * (relative + 1 if shape.own.window else relative)
+            kept = C + 2 * kv if shape.own.qk_norm or not shape.own.rope_theta else 0
             attention = (C if changed else 0) + kept + gathered * kv
         else:
             # Without a window, the kernel stores its output in the order of q's memory, the projection a copy of it.
-            attention = C + 2 * kv + (read if changed else 0) + (C if changed and not model.softmax.window else 0)
-        norms = 2 if model.softmax.qk_norm == "all-heads" else read * model.heads / C
-        normed = 4 * norms + self._norm_bytes(load) * read if model.softmax.qk_norm else 0
-        return e * (C + attention) + 4 * model.heads + normed
+            attention = C + 2 * kv + (read if changed else 0) + (C if changed and not shape.own.window else 0)
+        norms = 2 if shape.own.qk_norm == "all-heads" else read * shape.heads / C
+        normed = 4 * norms + self._norm_bytes(load) * read if shape.own.qk_norm else 0
+        return e * (C + attention) + 4 * shape.heads + normed
 
     def _norm_bytes(self, load: Load) -> int:
         """Bytes per channel of queries and keys that their norm stores beside its input, which the values keep anyway:
@@ -126,27 +115,15 @@ class SoftmaxFacts(MixerFacts):
         return gathered.channels * relative * load.element_bytes / load.tensor
 
     def state_bytes(self, load: Load) -> float:
-        window = load.model.softmax.window
-        return 2 * load.element_bytes * kv_width(load.model) * (window - 1 if window else load.tokens_here)
+        window = load.shape.own.window
+        return 2 * load.element_bytes * kv_width(load.shape) * (window - 1 if window else load.tokens_here)
 
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
         return 0.0
 
-    def passed_on_bytes(self, load: Load) -> float:
-        return 0.0
-
-    def summed_bytes(self, load: Load) -> float:
-        return 0.0
-
     def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
-        window, here = load.model.softmax.window, tokens / load.sequence
-        return GatheredTokens(min(here, max(1, window - 1)) if window else here, 2 * kv_width(load.model))
-
-    def head_softmax_bytes(self, load: Load) -> float:
-        return 0.0
-
-    def kernel_bytes(self, load: Load, forwards: float) -> float:
-        return (2 * forwards + 3) * self.stored_bytes(load)
+        window, here = load.shape.own.window, tokens / load.sequence
+        return GatheredTokens(min(here, max(1, window - 1)) if window else here, 2 * kv_width(load.shape))
 
 
 SOFTMAX = SoftmaxFacts()

@@ -4,7 +4,7 @@ memory linear in T.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,10 @@ from torch.nn.functional import pad
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer, room_after
 from tost_lm.mixers.softmax.attention import attend_one, attend_packed, attend_rows
 from tost_lm.mixers.softmax.cache import KeysAndValues, KeyValueSlots, KeyValueState, append, append_in_memory, last
-from tost_lm.mixers.softmax.settings import kv_width
+from tost_lm.mixers.softmax.settings import SoftmaxShape, kv_width
 from tost_lm.mixers.softmax.tiles import KeyValueTiles, attend_tile
 from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
 from tost_lm.ops.registered import Registered
-
-if TYPE_CHECKING:
-    from tost_lm.model.config import ModelConfig
 
 
 class SoftmaxMixer(TokenMixer):
@@ -27,17 +24,17 @@ class SoftmaxMixer(TokenMixer):
     TileState = KeyValueTiles
     FIXED_STATE = True
 
-    def __init__(self, config: "ModelConfig"):
+    def __init__(self, shape: SoftmaxShape):
         super().__init__()
-        self.heads, self.kv_heads = config.heads, config.softmax.kv_heads or config.heads
+        self.heads, self.kv_heads = shape.heads, shape.own.kv_heads or shape.heads
         self.groups = (self.heads // self.kv_heads, 1, 1)
         """The sizes of q, k and v."""
-        self.window = config.softmax.window
-        self.in_proj = nn.Linear(config.width, config.width + 2 * kv_width(config), bias=config.bias)
-        self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
-        self.norms_heads = config.softmax.qk_norm is True
+        self.window = shape.own.window
+        self.in_proj = nn.Linear(shape.width, shape.width + 2 * kv_width(shape), bias=shape.bias)
+        self.out_proj = nn.Linear(shape.width, shape.width, bias=shape.bias)
+        self.norms_heads = shape.own.qk_norm is True
         """Whether the norms of queries and keys are those of each head, not of all of them."""
-        self.q_norm, self.k_norm = _qk_norm(config, config.width), _qk_norm(config, kv_width(config))
+        self.q_norm, self.k_norm = _qk_norm(shape, shape.width), _qk_norm(shape, kv_width(shape))
 
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
         super().split_heads(ranks, softmax)
@@ -92,12 +89,12 @@ class SoftmaxMixer(TokenMixer):
 MIXER = SoftmaxMixer
 
 
-def _qk_norm(config: "ModelConfig", channels: int) -> nn.Module | None:
+def _qk_norm(shape: SoftmaxShape, channels: int) -> nn.Module | None:
     """The norm of queries or keys, `channels` of all heads."""
-    if not config.softmax.qk_norm:
+    if not shape.own.qk_norm:
         return None
-    of_all = config.softmax.qk_norm == "all-heads"
-    return nn.RMSNorm(channels if of_all else config.width // config.heads, eps=config.norm_epsilon)
+    of_all = shape.own.qk_norm == "all-heads"
+    return nn.RMSNorm(channels if of_all else shape.width // shape.heads, eps=shape.norm_epsilon)
 
 
 def _norm_all(norm: nn.Module, x_BHTD: Tensor) -> Tensor:

@@ -1,13 +1,11 @@
 """Settings of softmax attention layers."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from tost_lm.config import Section
-
-if TYPE_CHECKING:
-    from tost_lm.model.config import ModelConfig
+from tost_lm.mixers.shape import MixerShape
 
 
 class SoftmaxSettings(Section):
@@ -23,6 +21,9 @@ class SoftmaxSettings(Section):
     """Sliding window in tokens. A token attends to itself and the window − 1 tokens before it; 0: to all tokens before it."""
 
 
-def kv_width(model: "ModelConfig") -> int:
+SoftmaxShape = MixerShape[SoftmaxSettings]
+
+
+def kv_width(shape: SoftmaxShape) -> int:
     """Channels of the keys of all heads, and of the values."""
-    return model.width // model.heads * (model.softmax.kv_heads or model.heads)
+    return shape.width // shape.heads * (shape.own.kv_heads or shape.heads)

@@ -29,13 +29,9 @@ of other tensor ranks, 4 bytes a rank. A state, and what sequence ranks exchange
 ranks exchange one number per token for the softmax over all heads, and three in its backward.
 """
 
-from typing import TYPE_CHECKING
-
 from tost_lm.mixers.facts import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentFacts
+from tost_lm.mixers.tssa.settings import TssaShape
 from tost_lm.sizes import CPU_CHUNK_ELEMENTS, TRITON_CHUNK_TOKENS
-
-if TYPE_CHECKING:
-    from tost_lm.model.config import ModelConfig
 
 
 class TssaFacts(RecurrentFacts):
@@ -45,26 +41,26 @@ class TssaFacts(RecurrentFacts):
     tag = "token-statistics-self-attention"
     kernel_bandwidth = 0.6  # on an H200, between 131,072 and 1,048,576 tokens
 
-    def description(self, model: "ModelConfig") -> str:
+    def description(self, shape: TssaShape) -> str:
         return "token statistics (TSSA), linear in time"
 
-    def has_position_parameters(self, model: "ModelConfig") -> bool:
-        return model.tssa.denom_bias == "position"
+    def has_position_parameters(self, shape: TssaShape) -> bool:
+        return shape.own.denom_bias == "position"
 
-    def channels_in(self, model: "ModelConfig") -> int:
-        return model.width
+    def channels_in(self, shape: TssaShape) -> int:
+        return shape.width
 
-    def channels_out(self, model: "ModelConfig") -> int:
-        return model.width
+    def channels_out(self, shape: TssaShape) -> int:
+        return shape.width
 
-    def own_numbers(self, model: "ModelConfig") -> OwnNumbers:
+    def own_numbers(self, shape: TssaShape) -> OwnNumbers:
         """temp and denom_bias; neither has weight decay."""
-        biases = {"position": model.heads * model.max_positions, "head": model.heads, "none": 0}
-        return OwnNumbers(0, model.heads + biases[model.tssa.denom_bias], 0, 0)
+        biases = {"position": shape.heads * shape.max_positions, "head": shape.heads, "none": 0}
+        return OwnNumbers(0, shape.heads + biases[shape.own.denom_bias], 0, 0)
 
-    def operator_flops(self, model: "ModelConfig") -> Flops:
-        C, H = model.width, model.heads
-        mean, biased = model.tssa.membership == "energy-mean", model.tssa.denom_bias != "none"
+    def operator_flops(self, shape: TssaShape) -> Flops:
+        C, H = shape.width, shape.heads
+        mean, biased = shape.own.membership == "energy-mean", shape.own.denom_bias != "none"
         extra = H * (mean + biased * (1 if mean else 2))
         return Flops(9 * C + 7 * H - 1 + extra, 22 * C + 8 * H - 1 + extra)
 
@@ -72,7 +68,7 @@ class TssaFacts(RecurrentFacts):
         return 33 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
-        C, H = load.model.width, load.model.heads
+        C, H = load.shape.width, load.shape.heads
         on_cpu = min(load.tokens_here, max(32, CPU_CHUNK_ELEMENTS // C))
         chunk = on_cpu if load.on_cpu else TRITON_CHUNK_TOKENS
         return 2 * load.element_bytes * C + 4 * H + self.state_bytes(load) / chunk
@@ -81,13 +77,13 @@ class TssaFacts(RecurrentFacts):
         return 4.0 * load.tensor if load.tensor > 1 else 0.0
 
     def state_bytes(self, load: Load) -> float:
-        return 4 * (2 * load.model.width + load.model.heads)
+        return 4 * (2 * load.shape.width + load.shape.heads)
 
     def head_softmax_bytes(self, load: Load) -> float:
         return 16 * load.tokens
 
     def kernel_bytes(self, load: Load, forwards: float) -> float:
-        e, C, H = load.element_bytes, load.model.width, load.model.heads
+        e, C, H = load.element_bytes, load.shape.width, load.shape.heads
         return forwards * (4 * e * C + C + 8 * H) + 7 * e * C + 1.75 * C + 20 * H
 
 

@@ -1,7 +1,7 @@
 """The TSSA mixer: one projection in, token statistics, one projection out (arXiv 2412.17810, released form)."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +10,11 @@ from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
 from tost_lm.mixers.tssa.naive import Membership, TssaState, tssa
 from tost_lm.mixers.tssa.phases import UniformMemberships
+from tost_lm.mixers.tssa.settings import TssaShape
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
-
-if TYPE_CHECKING:
-    from tost_lm.model.config import ModelConfig
 
 
 class TssaMixer(TokenMixer):
@@ -24,16 +22,16 @@ class TssaMixer(TokenMixer):
     OF_HEADS = ("temp", "denom_bias")
     FIXED_STATE = True
 
-    def __init__(self, config: "ModelConfig"):
+    def __init__(self, shape: TssaShape):
         super().__init__()
-        self.heads = config.heads
-        self.membership: Membership = config.tssa.membership
-        self.in_proj = nn.Linear(config.width, config.width, bias=config.bias)
-        self.out_proj = nn.Linear(config.width, config.width, bias=config.bias)
-        self.temp = nn.Parameter(torch.empty(config.heads))
-        shapes = {"position": (config.heads, config.max_positions), "head": (config.heads,)}
-        shape = shapes.get(config.tssa.denom_bias)
-        self.denom_bias = nn.Parameter(torch.empty(shape)) if shape else None
+        self.heads = shape.heads
+        self.membership: Membership = shape.own.membership
+        self.in_proj = nn.Linear(shape.width, shape.width, bias=shape.bias)
+        self.out_proj = nn.Linear(shape.width, shape.width, bias=shape.bias)
+        self.temp = nn.Parameter(torch.empty(shape.heads))
+        shapes = {"position": (shape.heads, shape.max_positions), "head": (shape.heads,)}
+        of_bias = shapes.get(shape.own.denom_bias)
+        self.denom_bias = nn.Parameter(torch.empty(of_bias)) if of_bias else None
         set_own_constants(self)
         self.softmax: HeadSoftmax | None = None
         """The softmax over the heads of all tensor ranks; None: all heads are on this rank."""

@@ -19,7 +19,6 @@ channels). With `mixers`, the mixer's branch does so, after the MLP of the block
 from typing import NamedTuple
 
 from tost_lm.mixers.facts import Load, MixerFacts
-from tost_lm.mixers.registry import facts_of
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.sizes import ALL_GATHER_RANKS
 
@@ -36,14 +35,14 @@ def tokens_in_memory(config: PretrainConfig) -> float:
     return micro_batch_tokens(config) * config.tile_tokens / config.row_tokens
 
 
-def load_of(config: PretrainConfig) -> Load:
-    """The micro-batch of a rank, for the facts of mixers."""
+def load_of(config: PretrainConfig, facts: MixerFacts) -> Load:
+    """The micro-batch of a rank, for the facts of a mixer."""
     ranks = config.parallel.sequence
     # Of all ranks; in all-to-alls a rank's columns of all, the sums before it, and with tiles those over all ranks.
     rows = ranks if ranks <= ALL_GATHER_RANKS else 2 + (config.tile_tokens < config.row_tokens)
     return Load(
-        config.model, ELEMENT_BYTES[config.train.dtype], config.run.device == "cpu", micro_batch_tokens(config),
-        config.row_tokens, config.tile_tokens, ranks, config.parallel.tensor, rows,
+        config.model.shape_of(facts.letter), ELEMENT_BYTES[config.train.dtype], config.run.device == "cpu",
+        micro_batch_tokens(config), config.row_tokens, config.tile_tokens, ranks, config.parallel.tensor, rows,
     )  # fmt: skip
 
 
@@ -85,14 +84,14 @@ def is_computed_again(config: PretrainConfig) -> list[bool]:
 def _blocks_per_token(config: PretrainConfig) -> list[BlockBytes]:
     of_kind = {
         (facts.letter, again): _block_bytes_per_token(config, facts, again)
-        for facts in facts_of(config.model.pattern) for again in (False, True)
+        for facts, _ in config.model.mixers for again in (False, True)
     }  # fmt: skip
     return [of_kind[block] for block in zip(config.model.letters, is_computed_again(config), strict=True)]
 
 
 def _block_bytes_per_token(config: PretrainConfig, mixer: MixerFacts, again: bool) -> BlockBytes:
     """Bytes per token without gradients, and without the MLP if it is tiled."""
-    load, C, scale = load_of(config), config.model.width, 1 if config.model.layer_scale else 0
+    load, C, scale = load_of(config, mixer), config.model.width, 1 if config.model.layer_scale else 0
     e, tensor = load.element_bytes, load.tensor
     stream, residual = e * C / tensor, 4 * C / tensor
     of_mixer = (1 + scale) * stream + (_norm_bytes(config) + mixer.stored_bytes(load)) / tensor

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from tost_lm.errors import ConfigError
 from tost_lm.mixers.facts import BLOCK_LAUNCHES, COMPILED_BLOCK_LAUNCHES, PRODUCTS
-from tost_lm.mixers.registry import facts_of
 from tost_lm.model.flops import FlopsPerToken, block_matrices, flops_per_token, peak_flops
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, load_of
@@ -137,19 +136,18 @@ def peak(config: PlanConfig) -> float:
 def operations_per_layer(config: PlanConfig) -> float:
     """Launches in a layer for a tile of a micro-batch, averaged over layers, as `benchmarks.launches` counts them."""
     model = config.model
-    of = {
-        facts: facts.compiled_launches() if config.train.compile else facts.launches()
-        for facts in facts_of(model.pattern)
-    }
-    return sum(facts.layers(model) * count for facts, count in of.items()) / model.layers
+    of = {facts: facts.compiled_launches() if config.train.compile else facts.launches() for facts, _ in model.mixers}
+    return sum(facts.layers(model.letters) * count for facts, count in of.items()) / model.layers
 
 
 def operator_bytes_per_token(config: PlanConfig) -> float:
     """Bytes per token between the projections, forward and backward, at the bandwidth of a copy."""
-    model, load = config.model, load_of(config)
+    letters = config.model.letters
     return sum(
-        facts.layers(model) * facts.kernel_bytes(load, forwards(config, facts)) / facts.kernel_bandwidth
-        for facts in facts_of(model.pattern)
+        facts.layers(letters)
+        * facts.kernel_bytes(load_of(config, facts), forwards(config, facts))
+        / facts.kernel_bandwidth
+        for facts, _ in config.model.mixers
     )
 
 

@@ -42,7 +42,6 @@ from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.registry import facts_of
 from tost_lm.model.flops import block_matrices, parameters
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.pretrain.plan.activations import (
@@ -160,10 +159,10 @@ def tile_states_bytes(config: PretrainConfig) -> float:
     """Bytes of the states between tiles on the device. States that grow with the length have gradients in float32."""
     if config.memory.offload_tile_states:
         return 0.0
-    model, load, states = config.model, load_of(config), 0.0
-    for facts in facts_of(model.pattern):
-        with_gradients = 1 + 4 / load.element_bytes if facts.kept_tokens(model) is None else 1
-        states += facts.layers(model) * facts.state_bytes(load) * with_gradients
+    states, e = 0.0, ELEMENT_BYTES[config.train.dtype]
+    for facts, shape in config.model.mixers:
+        with_gradients = 1 + 4 / e if facts.kept_tokens(shape) is None else 1
+        states += facts.layers(config.model.letters) * facts.state_bytes(load_of(config, facts)) * with_gradients
     rows = config.train.micro_batch_size * config.train.seq_len / config.row_tokens
     return math.ceil(config.row_tokens / config.tile_tokens) * states / config.parallel.tensor * rows
 

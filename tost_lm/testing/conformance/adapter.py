@@ -219,7 +219,7 @@ def layer_adapter(
     return MixerAdapter(
         name=letter,
         channels=config.width,
-        build=partial(mixer_class(letter), config),
+        build=partial(mixer_class(letter), config.shape_of(letter)),
         call=partial(_call, config),
         shard=shard,
         concatenate_states=concatenate_aligned,

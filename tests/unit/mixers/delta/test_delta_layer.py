@@ -23,7 +23,9 @@ def config_of(shape: dict[str, Any]) -> ModelConfig:
 
 
 def test_initial_values_are_spread_over_the_published_ranges():
-    mixer = initialized(DeltaMixer(config_of({"qk_heads": 8, "value_heads": 64, "qk_size": 16, "value_size": 2})))
+    mixer = initialized(
+        DeltaMixer(config_of({"qk_heads": 8, "value_heads": 64, "qk_size": 16, "value_size": 2}).shape_of("D"))
+    )
     rate_H, step_H = mixer.log_rate.exp(), softplus(mixer.step_bias)
     torch.testing.assert_close(rate_H.sort().values, (torch.arange(64) + 0.5) / 4)
     share_H = (step_H / 1e-3).log() / torch.tensor(100.0).log()
@@ -59,7 +61,7 @@ def test_a_compiled_graph_expects_the_shapes_that_come(offsets: list[int] | None
 
 
 def test_sizes_follow_the_model_and_value_heads_are_a_multiple_of_key_heads():
-    mixer = DeltaMixer(config_of({}))
+    mixer = DeltaMixer(config_of({}).shape_of("D"))
     assert (mixer.key_heads, mixer.heads, mixer.key_size, mixer.value_size) == (2, 2, 6, 6)
     with pytest.raises(ConfigError, match=r"model\.delta\.value_heads 4 is not a multiple of the 3 key heads"):
         config_of({"qk_heads": 3, "value_heads": 4})

@@ -53,7 +53,7 @@ class Pair:
             "pattern": "D", "layers": 1, "heads": 2, "width": WIDTH, "vocab_size": 8,
             "delta": {**shape, "beta_to_two": kind == "olmo_hybrid"},
         }  # fmt: skip
-        self.ours = DeltaMixer(validate(ModelConfig, tree, "test")).to(dtype)
+        self.ours = DeltaMixer(validate(ModelConfig, tree, "test").shape_of("D")).to(dtype)
         self.leaves = {name: p.detach().clone().requires_grad_() for name, p in self.theirs.named_parameters()}
 
     def mix(self, x_BTC: Tensor, state: DeltaState | None = None, tokens: int = 0) -> tuple[Tensor, DeltaState]:

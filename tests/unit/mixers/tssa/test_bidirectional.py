@@ -60,7 +60,7 @@ def test_low_precision_costs_one_rounding(dtype: torch.dtype):
 
 def test_autocast_does_not_touch_the_statistics():
     shape = {"layers": 1, "heads": 2, "width": 16, "positions": "none", "tssa": {"denom_bias": "none"}, "bias": False}
-    layer = BidirectionalTssa(validate(ModelConfig, shape, "test"))
+    layer = BidirectionalTssa(validate(ModelConfig, shape, "test").shape_of("T"))
     layer.out_proj = nn.Identity()
     x = torch.randn(1, 40, 16)
     info = SequenceInfo.of(x[..., 0], None, None)

@@ -64,7 +64,7 @@ class Launches(TorchDispatchMode):
 def test_launches_of_a_layer(offsets: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(causal, "NUMBA", causal.TRITON)  # as for CUDA tensors
     config = ModelConfig(layers=1, heads=4, width=64, max_positions=128, vocab_size=8, bias=False)
-    mixer, B = TssaMixer(config), 2 if offsets is None else 1
+    mixer, B = TssaMixer(config.shape_of("T")), 2 if offsets is None else 1
     info = SequenceInfo.of(
         torch.zeros(B, 9, dtype=torch.int64), None, None if offsets is None else torch.tensor(offsets),
         output_state=False,

@@ -88,7 +88,7 @@ def test_kernels_of_softmax_attention(tokens: int):
     rows = max(1, TOKENS // tokens)
     words = (f"train.seq_len={tokens}", "model.pattern=A", f"model.max_positions={tokens}")
     config = planned("owt_tost_base", rows, words)
-    outside = SOFTMAX.kernel_bytes(load_of(config), 1) / COPY * tokens * rows  # rotary embedding and copies
+    outside = SOFTMAX.kernel_bytes(load_of(config, SOFTMAX), 1) / COPY * tokens * rows  # rotary embedding and copies
     attention = plan.step_seconds(config).attention / LAYERS
     attention += outside / SOFTMAX.kernel_bandwidth - outside
     measured = seconds_of(f"softmax attention, {rows} × {tokens:,} tokens, forward + backward")

@@ -1,8 +1,0 @@
-"""All foreign checkpoint formats: a new one adds its module here and, if it is written, its word of `convert.to`."""
-
-from typing import Literal
-
-MODULES = ("authors", "gpt2", "olmo_hybrid")
-"""Modules of this package, each with a `FORMAT`."""
-Target = Literal["ours", "authors", "olmo-hybrid"]
-"""`ours`, and modules whose format is also written, with hyphens."""
