@@ -87,7 +87,7 @@ def test_the_plan_proposes_tiles_and_counts_what_is_read_twice():
     found = problem.split("memory.tile_tokens=")[1].split()[0]
     tiled = load_config(PlanConfig, RECIPE, [*words[1:], f"memory.tile_tokens={found}"])
     assert plan_fit.memory_problem(tiled) is None
-    auto = plan_fit.with_tile_size(load_config(PlanConfig, RECIPE, [*words[1:], "memory.tile_tokens=auto"]))
+    auto = plan_fit.complete(load_config(PlanConfig, RECIPE, [*words[1:], "memory.tile_tokens=auto"]))
     assert auto == tiled
     assert traffic.mlp_forwards(tiled) == 2 - 1 / traffic.tiles(tiled)
     assert traffic.mlp_forwards(config) == 1
