@@ -7,12 +7,16 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-from shared_data import MISSING
-
 # Defaults that must be set before torch is imported; the processes that tests start inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test workers share the cores
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads slow down the other processes
+
+import pytest
+import torch
+from shared_data import MISSING
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 

@@ -219,7 +219,7 @@ class TrainingBatches:
         self._tokens = Concatenation([*self._token_shards, padding])
         self._first_tokens = [0, *accumulate(tokens_of)]  # of each corpus, and of the padding after the last
         self.folders = [one.folder for one in corpora.shards]
-        """Of each corpus."""
+        """The folder of each corpus."""
         self._mixture = Mixture(corpora.weights, seed)
         self._samples = [
             PackedSamples(one.lengths(documents), seq_len, number, seed)
@@ -275,7 +275,7 @@ class TrainingBatches:
         return np.append(self._held_out_N, np.full(samples, -1))[np.minimum(sample_N, self.samples)]
 
     def _locate(self, sample_N: "np.ndarray") -> "tuple[np.ndarray, np.ndarray]":
-        """As `Mixture.locate`, with corpus −1 for padding."""
+        """The result of `Mixture.locate`, with corpus −1 for padding."""
         corpus_N, number_N = self._mixture.locate(np.maximum(sample_N, 0))
         corpus_N[sample_N < 0] = -1
         return corpus_N, number_N

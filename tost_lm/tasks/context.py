@@ -238,7 +238,7 @@ class ContextGain(Queries):
         return super().identity(settings) | {"target_tokens": self.room}
 
     def lengths(self, settings: Any, model: "ModelFacts") -> list[int]:
-        """As in `Queries.lengths`; by default without lengths for which the text has no two documents.
+        """Lengths as in `Queries.lengths`; by default without lengths for which the text has no two documents.
 
         Raises:
             ConfigError, DataError: as there, and if the text has no two documents of a given length, or of any.

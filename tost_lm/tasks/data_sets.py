@@ -63,7 +63,7 @@ class DataSet:
     hub: HubSource | None = None
     """None: the hub does not have it."""
     sha256: str | None = None
-    """Of the published file; None: not known."""
+    """Hash of the published file; None: not known."""
     bytes: int | None = None
     """Size of a published file whose hash is not known."""
     lines: int | None = None

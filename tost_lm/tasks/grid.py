@@ -58,7 +58,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """What queries are made from."""
+    """The settings, tokenizer and text that queries are made from."""
 
     settings: Any
     """A GridConfig."""

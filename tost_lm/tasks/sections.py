@@ -1,4 +1,4 @@
-"""What the sections of a report share: the results of a run or model folder, and lines about them."""
+"""The values that the sections of a report share: the results of a run or model folder, and lines about them."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -17,7 +17,7 @@ from tost_lm.tasks.task import Family, Task
 
 
 class _Shared(Section):
-    """What all tasks share."""
+    """Settings that all tasks share."""
 
     tasks: list[str] = Field(min_length=1)
     """Names of tasks, families and groups, as `tost tasks` lists them; the command line adds to them."""

@@ -1,4 +1,4 @@
-"""What a task is, and the evaluation of a checkpoint by several of them.
+"""The interface of a task, and the evaluation of a checkpoint by several tasks.
 
 A task is one way to measure a model. The file of its family holds it whole: settings, examples, how one is scored,
 totals, its lines in tables, its section of the report. A changed task gets a new name.
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the tasks of one evaluation share."""
+    """The checkpoint, ranks, settings and texts that the tasks of one evaluation share."""
 
     evaluated: EvaluatedCheckpoint
     ranks: Ranks
@@ -57,7 +57,7 @@ class Evaluation:
 
 
 class Measurement(NamedTuple):
-    """What a task will measure of a checkpoint. Its files have been found and checked."""
+    """A measurement of a checkpoint that a task has prepared. Its files have been found and checked."""
 
     identity: Row
     """Everything that the results depend on."""
@@ -70,7 +70,7 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Training:
-    """What tasks have during training."""
+    """The settings, texts and model that tasks have during training."""
 
     config: Any
     """The settings, as in `Evaluation`."""
@@ -160,7 +160,7 @@ class Family:
     section: "Callable[[EvaluatedModel, Page], str] | None" = None
     """The section of the report on a run or model, with its figures; families may share one. Empty: no results."""
     sha256: str = ""
-    """Of the file of a user that has registered it."""
+    """Hash of the file of a user that has registered it."""
 
     def settings_in(self, config: Any) -> Any:
         """Its settings in those of an evaluation; those of a user's family are `own.NAME`."""
@@ -171,7 +171,7 @@ class Family:
 
     @property
     def identity(self) -> Row:
-        """What results depend on beside checkpoint, text and settings."""
+        """The values that results depend on beside checkpoint, text and settings."""
         return {"task_sha256": self.sha256} if self.sha256 else {}
 
 

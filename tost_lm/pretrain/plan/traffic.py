@@ -1,4 +1,4 @@
-"""What a rank computes again in a step, and the collectives that it calls, from the settings alone."""
+"""The work that a rank does again in a step, and the collectives that it calls, from the settings alone."""
 
 import math
 from collections.abc import Iterator
