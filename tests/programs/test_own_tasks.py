@@ -84,6 +84,7 @@ def test_a_toml_file_describes_documents_and_multiple_choice(trained: Path):
     assert "| exam@choices | accuracy | " in (trained / "runs/tiny/report.md").read_text()
 
 
+@pytest.mark.quick
 def test_a_file_that_is_named_is_run_and_identifies_its_results(trained: Path):
     run("tost eval", "runs/tiny", "mine.py", cwd=trained)
     assert (trained / "marker").exists()
