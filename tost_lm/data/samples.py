@@ -160,7 +160,7 @@ class PackedSamples:
         return int(self._samples.sum())
 
     def segments(self, sample_N: "np.ndarray") -> Segments:
-        """The segments as in `ConcatenatedSamples`, but each epoch has its own order of groups, and of samples in a group."""
+        """The same as of `ConcatenatedSamples`. Each epoch has an order of groups, and of the samples in each group."""
         found = []
         epoch_N, position_N = np.divmod(sample_N, len(self))
         for epoch, in_epoch in runs(epoch_N):

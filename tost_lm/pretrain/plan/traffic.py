@@ -1,4 +1,4 @@
-"""The work that a rank does again in a step, and the collectives that it calls, from the settings alone."""
+"""The collectives of a rank in a step, and how often it computes what, from the settings alone."""
 
 import math
 from collections.abc import Iterator
