@@ -81,7 +81,7 @@ def test_messages_of_what_is_computed_again(pattern: str, layer_scale: float, me
     [
         pytest.param("TA", 30, {"tile_tokens": 100}, marks=pytest.mark.quick),
         pytest.param("DA", 30, {"tile_tokens": 100}, marks=pytest.mark.slow),
-        ("DA", 0, {"tile_tokens": 100}),
+        pytest.param("DA", 0, {"tile_tokens": 100}, marks=pytest.mark.slow),
         ("TA", 0, {"tile_tokens": 60, "activation_checkpointing": "full"}),
         pytest.param("TD", 0, {"tile_tokens": 100, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
         ("AD", 0, {"tile_tokens": 100, "activation_checkpointing": "mixers"}),
