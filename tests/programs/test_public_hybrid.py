@@ -118,8 +118,7 @@ def test_nothing_is_scored_where_the_tokenizer_loses_text(tmp_path: Path):
         ["tost train", "empty.toml", *in_training, "evaluation.sets.lambada_openai=texts.jsonl"],
     ):
         printed = refusal(program, *words, cwd=tmp_path)
-        named = {"tost train": "shards", "text": "text@bpb: models/olmo"}
-        name = named.get(program) or named.get(words[1], words[0])
+        name = "shards" if program == "tost train" else f"{words[1].replace('text', 'text@bpb')}: {words[0]}"
         assert printed.startswith(f"{name}: the tokenizer is not lossless, so scores of this text would be wrong: ")
         assert "it decodes 's the colour blue, t' as 's the color blue, th'; remove such characters" in printed
     assert snapshot(tmp_path) == before
