@@ -21,13 +21,15 @@ from tost_lm.parallel.rank_weights import slice_of
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import assert_close, run_on_ranks
 
+TWO_KEY_HEADS = "other forms of a block"
+"""Four tensor ranks cannot split its two heads of keys."""
 MODELS: dict[str, dict[str, Any]] = {
     "hybrid": {},
     "energy-mean, nothing by position": {"pattern": "T", "tssa": {"membership": "energy-mean", "denom_bias": "head"},
                                          "positions": "sinusoidal", "bias": False},
     "uniform, window, no bias": {"pattern": "ATT", "tssa": {"membership": "uniform", "denom_bias": "none"},
                                  "softmax": {"window": 5}, "positions": "none", "layer_scale": 0.0},
-    "other forms of a block": {**other_forms(window=5), "z_loss": 0.1},
+    TWO_KEY_HEADS: {**other_forms(window=5), "z_loss": 0.1},
     "delta": {"pattern": "DDA", "positions": "none", "delta": {"value_heads": 8, "qk_size": 3, "value_size": 5}},
 }  # fmt: skip
 
@@ -106,7 +108,7 @@ MIXED = ("adamw", "sgd", "adamw", "sgd", "sgd")  # gradients are compared, too: 
     ],
 )
 def test_training_equals_one_process(tensor: int, sequence: int, optimizers: tuple[str, ...]):
-    cases = list(zip(MODELS, optimizers, strict=True))
+    cases = [case for case in zip(MODELS, optimizers, strict=True) if tensor < 4 or case[0] != TWO_KEY_HEADS]
     expected = [train_alone(*case) for case in cases]
     for found in run_on_ranks(train_on_ranks, tensor * sequence, tensor, sequence, cases):
         for name, (*steps, weights), (*expected_steps, expected_weights) in zip(cases, found, expected, strict=True):
