@@ -28,7 +28,7 @@ from tost_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError,
 from tost_lm.files import sha256_file
 from tost_lm.model.config import ModelConfig
 from tost_lm.optim.settings import steps_before_decay, warmup_steps
-from tost_lm.parallel.agreement import error_of_all_ranks, require_agreement
+from tost_lm.parallel.agreement import error_of_all_ranks, require_agreement, settings_as_facts, versions_as_facts
 from tost_lm.parallel.zero import draw_weights
 from tost_lm.pretrain.settings import PretrainConfig, TrainingDataConfig
 
@@ -318,6 +318,23 @@ def rename_old_run(config: PretrainConfig, start: StartPoint) -> None:
         print(f"{start.restart_reason}\nrenamed {folder} to {renamed}; the run restarts", flush=True)
         folder.rename(renamed)
         folder.mkdir()
+
+
+def require_same_start(
+    config: PretrainConfig, corpora: Corpora, start: StartPoint, of_evaluation: Mapping[str, str]
+) -> None:
+    """Raises ConfigError on all ranks unless they have the same settings, data, start, packages and code.
+
+    Args:
+        of_evaluation: facts about the evaluation during training, by name.
+    """
+    facts = {**settings_as_facts(config), "shards": corpora.fingerprint, "checkpoint": str(start.resume_from)}
+    if start.initial_weights:
+        facts["initial weights"] = start.initial_weights.manifest_sha256
+    require_agreement(
+        {**facts, **of_evaluation, **versions_as_facts()},
+        "start all ranks with the same settings, shards, packages and code, from one shared folder",
+    )
 
 
 def start_engine(

@@ -12,7 +12,6 @@ from tost_lm.checkpointing.run_lock import run_lock
 from tost_lm.data.loader import Corpora
 from tost_lm.data.prefetch import MicroBatch, prefetched
 from tost_lm.optim.settings import learning_rate
-from tost_lm.parallel.agreement import require_agreement, settings_as_facts, versions_as_facts
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.graceful_stop import GracefulStop, StopOfRanks, StopRequestedError
 from tost_lm.parallel.mesh import World, build_mesh, start_world, stop_world
@@ -23,7 +22,7 @@ from tost_lm.pretrain.folder import log_end, open_folder
 from tost_lm.pretrain.profiler import Profiler
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.spikes import SpikeGuard
-from tost_lm.pretrain.start import StartPoint, start_engine
+from tost_lm.pretrain.start import StartPoint, require_same_start, start_engine
 from tost_lm.pretrain.step import build_batches, explain_out_of_memory, tiling_of, train_step, with_tile_size
 from tost_lm.pretrain.validation import build_validation
 from tost_lm.torch_internals import enable_flight_recorder
@@ -59,27 +58,13 @@ def train(
             use_deterministic_kernels(config.model, world.device)
         if config.deepspeed:
             check_deepspeed(config.deepspeed, world.device.type)
-        _require_agreement(config, corpora, start, evaluation)
+        require_same_start(config, corpora, start, evaluation.facts if evaluation else {})
         config = with_tile_size(config, world)
         with run_lock(config.run_folder, world.rank) as check, explain_out_of_memory(config, heartbeat):
             launch = Launch(config, corpora, start, graceful_stop, evaluation, world, heartbeat, check)
             stop_reason = launch.train()
             stop_world()
     return stop_reason
-
-
-def _require_agreement(
-    config: PretrainConfig, corpora: Corpora, start: StartPoint, evaluation: "TasksInTraining | None"
-) -> None:
-    facts = {**settings_as_facts(config), "shards": corpora.fingerprint, "checkpoint": str(start.resume_from)}
-    if evaluation:
-        facts |= evaluation.facts
-    if start.initial_weights:
-        facts["initial weights"] = start.initial_weights.manifest_sha256
-    require_agreement(
-        {**facts, **versions_as_facts()},
-        "start all ranks with the same settings, shards, packages and code, from one shared folder",
-    )
 
 
 class Launch:
