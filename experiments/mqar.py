@@ -1,4 +1,4 @@
-"""Multi-query associative recall (protocol mqar@zoology): trains and tests small models of several patterns.
+"""Multi-query associative recall (the task mqar@zoology): trains and tests small models of several patterns.
 
     python -m experiments.mqar experiments/mqar.toml
     python -m experiments.mqar experiments/mqar.toml 'recall.patterns=["T"]' model.tssa.membership=energy-mean
@@ -7,7 +7,7 @@ Prints a table of accuracy at held-out queries by pattern, and the accuracy of g
 written to runs/NAME/eval/mqar@zoology/results.json as soon as it is trained; a model that has a result is not trained
 again.
 
-The protocol follows Arora et al. 2023, arXiv 2312.04927:
+The task follows Arora et al. 2023, arXiv 2312.04927:
 
     k₁ v₁ k₂ v₂ … kₙ vₙ   · · k₂ · · · k₁ · · …        label of each query: the value of its key
 
@@ -44,7 +44,7 @@ PUBLISHED_WIDTH = 768
 
 
 class MqarConfig(Section):
-    """Protocol `mqar@zoology`."""
+    """The task `mqar@zoology`."""
 
     pairs: int = Field(default=4, gt=0)
     """Keys per example. Each appears once with its value and once as a query."""
@@ -191,7 +191,7 @@ def _integers_without(draws: np.random.Generator, shape: tuple[int, int], below:
     return drawn
 
 
-PROTOCOL = "mqar@zoology"
+TASK = "mqar@zoology"
 TRAINING, TESTING = 0, 1
 """Random streams of examples; training has one per seed and step."""
 
@@ -207,7 +207,7 @@ def measure(config: RecallConfig) -> list[Result]:
         ConfigError: the stored results are damaged or were edited.
         TrainingError: a loss is not finite.
     """
-    path = results_path(Path("runs") / config.recall.name, PROTOCOL)
+    path = results_path(Path("runs") / config.recall.name, TASK)
     results = []
     for pattern in config.recall.patterns:
         for seed in config.recall.seeds:
@@ -217,7 +217,7 @@ def measure(config: RecallConfig) -> list[Result]:
                 require_writable(path)
             result = kept or {"identity": identity, **_train_and_test(config, pattern, seed)}
             if kept is None:
-                store_result(path, PROTOCOL, result)
+                store_result(path, TASK, result)
             print(
                 f"{pattern}, seed {seed}: {result['accuracy']:.2%} ± {result['accuracy_standard_error']:.2%} of "
                 f"queries, {result['nats']:.4f} nats, {'reused from' if kept else 'stored in'} {path}",

@@ -521,7 +521,8 @@ def _exit_with_lines(error: TostError) -> NoReturn:
 def _setting_lines(section: type[Section], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         if inner := section_of(field.annotation):
-            yield from _setting_lines(inner, f"{prefix}{name}.")
+            named = "NAME." if get_origin(field.annotation) is dict else ""
+            yield from _setting_lines(inner, f"{prefix}{name}.{named}")
         else:
             kind = _type_name(field.annotation)
             default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"

@@ -74,7 +74,7 @@ def answers() -> dict[str, Answer]:
     lines = [f"{command} --help" for command in [*COMMANDS, *(f"tost {name}" for name in OWN_ARGUMENTS)]]
     lines += [f"{group} --help" for group in GROUPS]
     lines += map(mistake, COMMANDS)
-    lines += ["tost train --help model.softmax", "tost train --help no_such"]
+    lines += ["tost train --help model.softmax", "tost train --help no_such", "tost eval --help documents"]
     modules = [
         ["tost_lm.cli.main", *words[1:]] if words[0] == "tost" else words[2:] for words in map(shlex.split, lines)
     ]
@@ -101,6 +101,7 @@ def test_the_help_of_a_section_has_its_settings_only(answers: dict[str, Answer])
     names = [line.split()[0] for line in answer.out.splitlines() if line.startswith("  ") and line[2] != " "]
     assert names
     assert all(name.startswith("model.softmax.") for name in names)
+    assert "  documents.NAME.file  (Path, required)" in answers["tost eval --help documents"].out
     refused = answers["tost train --help no_such"]
     assert refused.code == 2
     assert refused.err.startswith("error: --help no_such: no such section or setting (sections: model, data,")

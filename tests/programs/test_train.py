@@ -117,7 +117,7 @@ def test_a_run_whose_validation_loss_does_not_fall_ends_early(workplace: Path):
     words = ["run.toml", "optim.lr=1e-30", "optim.min_lr=0.0", "validation.every=1", "validation.stop_after=3"]
     run("tost train", *words, "run.stop_at_step=2", cwd=workplace)
     said = run("tost train", *words, cwd=workplace)
-    assert "\ndone: 3 validations in a row were not below " in said
+    assert "\ndone: 3 validations in a row had no lower loss (validation.stop_after): " in said
     assert [step for step, *_ in curve(workplace, "tiny")] == [1, 2, 3, 4]
     end = read_rows(workplace / "runs/tiny/events.jsonl")[-1]
     assert (end["event"], end["step"], end["why"]) == ("done", 4, "validation.stop_after")

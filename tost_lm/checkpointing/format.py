@@ -105,7 +105,7 @@ class Progress:
     def after_validation(self, loss: float) -> "Progress":
         """The progress after a validation with this loss, in nats per token."""
         lowest, since = self.lowest_validation_loss, self.validations_since_lowest + 1
-        if lowest is None or loss < lowest:
+        if loss < (math.inf if lowest is None else lowest):  # NaN is never the lowest
             lowest, since = loss, 0
         return replace(self, validation_loss=loss, lowest_validation_loss=lowest, validations_since_lowest=since)
 

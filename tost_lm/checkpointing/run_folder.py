@@ -5,7 +5,7 @@
     checkpoints/step_00001000/          a checkpoint; names of incomplete ones begin with a point
     heartbeats/, flight_recorder/       of the watchdog and of torch, for each rank
     profile/, wandb/, tensorboard/      traces, and the records as loggers show them
-    eval/PROTOCOL/results.json          results of evaluations
+    eval/TASK/results.json              results of evaluations
 
 The file that a launch locks is beside the folder: see `run_lock.py`.
 """

@@ -21,7 +21,7 @@ convert.to=olmo-hybrid the result is a folder that OlmoHybridForCausalLM.from_pr
 came from a tokenizer.json. The model must have the form of OLMo-Hybrid, at any size.
 
 With convert.mean_of=N the source is a run folder, and the weights are the mean of those of its newest N valid
-checkpoints. Such a mean of checkpoints at a constant learning rate often has a lower loss than each of them.
+checkpoints.
 """
 
 import json

@@ -58,8 +58,9 @@ def log_end(config: PretrainConfig, progress: Progress, stop_reason: str, metric
         how = f"stopped on {stop_reason} with everything saved; run the same command to resume"
         metrics.event(step, "stopped", why=stop_reason)
     elif config.stops_early(progress):
-        since, lowest = progress.validations_since_lowest, progress.lowest_validation_loss
-        how = f"done: {since} validations in a row were not below {lowest:.4f} (validation.stop_after)"
+        how = (
+            f"done: {progress.validations_since_lowest} validations in a row had no lower loss (validation.stop_after)"
+        )
         metrics.event(step, "done", why="validation.stop_after")
     elif step < config.train.steps:
         how = "stopped at run.stop_at_step"

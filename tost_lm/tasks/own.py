@@ -28,7 +28,7 @@ from tost_lm.user_files import RUNNING, run_user_file
 
 
 class DocumentsConfig(Section):
-    """Documents of the user's, task `NAME@documents`: bits per byte in disjoint windows after an end of text."""
+    """The user's documents, task `NAME@documents`: bits per byte in disjoint windows after an end of text."""
 
     file: Path
     """JSON lines with a document each, compressed if the name ends in .gz."""
@@ -37,7 +37,7 @@ class DocumentsConfig(Section):
 
 
 class ChoicesConfig(Section):
-    """Questions of the user's, task `NAME@choices`: the likeliest choice after `Question: …\\nAnswer:`, as in ARC."""
+    """The user's questions, task `NAME@choices`: the likeliest choice after `Question: …\\nAnswer:`, as in ARC."""
 
     file: Path
     """JSON lines with a question each, compressed if the name ends in .gz."""

@@ -28,9 +28,9 @@ class _Shared(Section):
     parallel: RanksConfig = Field(default_factory=RanksConfig)
 
     documents: dict[str, DocumentsConfig] = Field(default_factory=dict)
-    """Documents of the user's by name: [documents.NAME] with file and text, the field of the text in its JSON lines. NAME is the name of the task."""
+    """The user's documents: [documents.NAME] with file and text, the field of the text in its JSON lines. NAME is the name of the task."""
     choices: dict[str, ChoicesConfig] = Field(default_factory=dict)
-    """Multiple choice of the user's by name: [choices.NAME] with file, and with the fields question, choices and answer of its JSON lines."""
+    """The user's multiple choice: [choices.NAME] with file, and with the fields question, choices and answer of its JSON lines."""
     own: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Settings of families that files of the user's register: [own.FAMILY]."""
 

@@ -1,4 +1,4 @@
-"""Zero-shot protocols on hand-written files in the published formats, and on the real files where they exist."""
+"""Tasks on hand-written test sets in the published formats, and on the real files where they exist."""
 
 import gzip
 import json
