@@ -27,11 +27,12 @@ from pydantic import Field, PositiveInt
 
 from benchmarks import measure
 from tost_lm.config import Section, run_program, validate
-from tost_lm.data.loader import BatchShard, Corpora, Packing, TrainingBatches
+from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.shard_format import FORMAT, HASH_BLOCK_BYTES, MANIFEST, block_hashes, dtype_for, index_bytes
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import Document, parse, read_blocks
+from tost_lm.data.stages import Packing
 from tost_lm.data.tokenizers import (
     Gpt2Tokenizer,
     HfTokenizer,

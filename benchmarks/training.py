@@ -36,7 +36,6 @@ from benchmarks.engine import engine_of
 from benchmarks.measure import CHECKOUT, interleaved_seconds
 from benchmarks.plain import plain_loop, plain_loss
 from tost_lm.config import Section, run_program, validate
-from tost_lm.data.loader import Corpora
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig
 from tost_lm.model.lm import TostLM
@@ -46,7 +45,7 @@ from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.graceful_stop import GracefulStop
 from tost_lm.pretrain import train
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.pretrain.start import find_start_point
+from tost_lm.pretrain.start import find_start
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import TiledLM, tile
 
@@ -244,9 +243,8 @@ def engine_run(device: str, model: dict[str, Any], tokens: int, steps: int) -> d
         }  # fmt: skip
         config = validate(PretrainConfig, tree, "benchmarks.training")
         clock = _Clock()
-        corpora = Corpora.open(config.data.folders)
         with clock.reading():
-            train.train(config, corpora, find_start_point(config, corpora.fingerprint), GracefulStop())
+            train.train(config, find_start(config), GracefulStop())
         newest = max(Path("runs/bench/checkpoints").glob("step_*"))
         size = sum(file.stat().st_size for file in newest.iterdir())
     return {**clock.figures(), "checkpoint_bytes": size}

@@ -162,24 +162,47 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 
 def to_toml(config: Section) -> str:
-    """The whole tree as TOML, including defaults, in the order of the fields."""
+    """The whole tree as TOML, including defaults, in the order of the fields; lists of sections last, without them."""
     lines: list[str] = []
-    tables: list[tuple[str, dict[str, Any]]] = [("", config.model_dump(mode="json"))]
+    fields = {name: field.annotation for name, field in type(config).model_fields.items()}
+    lists = [name for name, kind in fields.items() if get_origin(kind) is list and section_of(kind)]
+    tables: list[tuple[str, dict[str, Any]]] = [("", config.model_dump(mode="json", exclude={*lists}))]
     for name, table in tables:
         if name:
             lines += ["", f"[{name}]"]
         for key, value in table.items():
-            key = key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
             if isinstance(value, dict):
-                tables.append((f"{name}.{key}" if name else key, value))
+                tables.append((f"{name}.{_toml_key(key)}" if name else _toml_key(key), value))
             elif value is not None:
-                lines.append(f"{key} = {toml_value(value)}")
+                lines.append(f"{_toml_key(key)} = {toml_value(value)}")
+    for name in lists:
+        for one in getattr(config, name):
+            lines += ["", f"[[{name}]]", *_dotted(one.model_dump(mode="json", exclude_defaults=True))]
     return "\n".join(lines).strip() + "\n"
+
+
+def _dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """A line `a.b.c = value` for each setting of a nested tree."""
+    for key, value in tree.items():
+        path = f"{prefix}{_toml_key(key)}"
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{path}.")
+        else:
+            yield f"{path} = {toml_value(value)}"
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
 def differences(old: Section, new: Section) -> list[str]:
     """One line `path: old → new` for each setting that differs between two configurations of one class."""
-    old_values, new_values = (dict(leaves(tree.model_dump(mode="json"))) for tree in (old, new))
+    return differences_of_trees(old.model_dump(mode="json"), new.model_dump(mode="json"))
+
+
+def differences_of_trees(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The same for two trees of plain values."""
+    old_values, new_values = dict(leaves(old)), dict(leaves(new))
     pairs = {path: (old_values.get(path), new_values.get(path)) for path in {**old_values, **new_values}}
     in_words = lambda value: "not set" if value is None else toml_value(value)
     return [f"{path}: {in_words(a)} → {in_words(b)}" for path, (a, b) in pairs.items() if a != b]
@@ -233,18 +256,18 @@ def _with_base(section: type[Section], path: Path, above: tuple[Path, ...] = ())
     file = recipes().get(base, path.parent / base)
     if file.resolve() in (chain := (*above, path.resolve())):
         raise ConfigError(f"{path}: {EXTENDS}: {base} extends this file itself; remove one of the two lines")
-    return _merged(section, _with_base(section, file, chain), tree)
+    return merged(section, _with_base(section, file, chain), tree)
 
 
-def _merged(section: type[Section], base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+def merged(section: type[Section], base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
     """The settings of `base`, in whose place are those of `tree`."""
-    merged = dict(base)
+    both = dict(base)
     for key, value in tree.items():
-        _remove_replaced(section, merged, key)
+        _remove_replaced(section, both, key)
         inner = section_of(section.model_fields[key].annotation) if key in section.model_fields else None
         tables = isinstance(value, dict) and isinstance(base.get(key), dict)
-        merged[key] = _merged(inner, base[key], value) if inner and tables else value
-    return merged
+        both[key] = merged(inner, base[key], value) if inner and tables else value
+    return both
 
 
 def _remove_replaced(section: type[Section], tree: dict[str, Any], setting: str) -> None:

@@ -29,6 +29,7 @@ from tost_lm.errors import CheckpointError
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.engine import build_writer
 from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.pretrain.start import StartPoint
 from tost_lm.testing import run_on_ranks
 
 RUN = Path("runs/r")
@@ -76,7 +77,9 @@ class Training:
         self.engine = build_engine(trainee.parallel, trainee.optimizer, bfloat16=trainee.bfloat16, **trainee.model)
         self.progress = restore(self.engine, at) if at else Progress(0, 0)
         self.optimizer = trainee.optimizer
-        self.writer = build_writer(self.engine, config, trainee.corpora, lambda: None)
+        self.writer = build_writer(
+            self.engine, config, StartPoint(config.in_stages()[0], trainee.corpora, ()), lambda: None
+        )
         self.curve: Curve = []
 
     def step(self) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 from training_on_layouts import BATCH, LR, VOCAB, T, build_engine, micro_batch_size
 
 from tost_lm.config import validate
-from tost_lm.data.loader import Corpora, Packing, TrainingBatches
+from tost_lm.data.loader import Corpora, TrainingBatches
 from tost_lm.data.prefetch import micro_batches, prefetched
+from tost_lm.data.stages import Packing
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel import zero

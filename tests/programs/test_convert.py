@@ -178,7 +178,7 @@ def test_a_run_continues_through_a_ckpt_as_if_it_had_never_stopped(workplace: Pa
     assert printed == "train.branch_from theirs: is after step 4, and train.steps is 4; set more steps"
     muon = ["train.branch_from=theirs", "optim.kind=muon", "parallel.zero_stage=0"]
     printed = refusal("tost train", *new, *muon, cwd=workplace)
-    assert printed == 'train.branch_from theirs: has the state of AdamW; set optim.kind = "adamw"'
+    assert printed == 'train.branch_from theirs: has the state of another optimizer; set optim.kind = "adamw"'
     run(PROGRAM, "new.pt", "convert.folder=weights", f"convert.tokenizer={step}", cwd=workplace)
     printed = refusal("tost train", *new, "train.branch_from=weights", cwd=workplace)
     assert printed.startswith("train.branch_from weights: has no optimizer state; set train.initial_weights instead")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from stage_records import progress
 
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import to_toml, validate
@@ -70,7 +71,9 @@ def run_folder(tmp_path: Path, tokenizer: Tokenizer, shards: Shards, make_model)
     """The folder of a run of 100 steps: settings, environment, metrics and one checkpoint."""
     run = tmp_path / "run"
     model = make_model(vocab_size=tokenizer.vocab_size)
-    write_checkpoint(run / "checkpoints" / "step_00000100", model.config, model.state_dict(), tokenizer)
+    write_checkpoint(
+        run / "checkpoints" / "step_00000100", model.config, model.state_dict(), tokenizer, progress(100, 2, 16).write
+    )
     tables = {
         "model": to_toml(model.config),
         "data": f"folder = {json.dumps(str(shards.folder))}",

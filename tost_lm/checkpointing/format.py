@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from tost_lm.config import Section, validate
+from tost_lm.data.stages import StageRecord
 from tost_lm.errors import CheckpointError, TrainingError, first_problem
 from tost_lm.files import (
     flush,
@@ -97,10 +98,16 @@ class Progress:
     validations_since_lowest: int = 0
     wandb_run_id: str = ""
     """Set on rank 0, which writes the file."""
-    data_start: int = 0
-    """The step that read batch 0 of the data. The next step reads batch `step - data_start`."""
-    shards_fingerprint: str = ""
     tokenizer_sha256: str = ""
+    stages: tuple[StageRecord, ...] = ()
+    """The stages of the run so far."""
+
+    def in_stage(self, stage: StageRecord) -> "Progress":
+        """The progress of a run that starts this stage: what belongs to a stage starts again."""
+        return replace(
+            self, stages=(*self.stages, stage), skipped_in_a_row=0, recent=(), validation_loss=None,
+            lowest_validation_loss=None, validations_since_lowest=0,
+        )  # fmt: skip
 
     def after_validation(self, loss: float) -> "Progress":
         """The progress after a validation with this loss, in nats per token."""

@@ -1,32 +1,32 @@
 """The batches of a run, from one corpus or from several with a fixed fraction of the samples each.
 
-What a rank reads for a training step is a pure function of the step.
+What a rank reads for a training step is a pure function of the seed, the stages of the run so far and the step. A
+source goes on where it was as long as its samples have the same length and packing. Otherwise it gets a new order, in
+which what was not yet read comes first.
 
 Shape suffixes: A micro-batches, B rows of a micro-batch, L tokens of a row on one rank, N samples, S segments,
 C corpora, P positions in a cycle.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate, chain, count, takewhile
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import accumulate, chain, count, pairwise, takewhile
 from operator import mul
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tost_lm.data.samples import ConcatenatedSamples, Order, PackedSamples, Segments, permuted
+from tost_lm.data.samples import ConcatenatedSamples, Earlier, Order, PackedSamples, Segments, permuted
 from tost_lm.data.shards import Concatenation, Shards
+from tost_lm.data.stages import Packing, Source, StageRecord, phases
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import sha256_bytes
 
 CYCLE = 10_000
 """Number of samples in which each corpus has its exact fraction, rounded to whole samples."""
-
-
-Packing = Literal["concatenated", "best-fit"]
 
 
 def context_sizes(seq_len: int) -> list[int]:
@@ -76,7 +76,13 @@ class Corpora:
                     f"data.mixture: {one.folder} has less than one sample in {CYCLE:,}; remove it or raise its weight"
                 )
         pairs = [(one, weight / total) for one, weight in zip(shards, weights, strict=True)]
-        pairs.sort(key=lambda pair: (pair[0].fingerprint, pair[1]))
+        pairs.sort(key=lambda pair: pair[0].fingerprint)
+        for (one, _), (other, _) in pairwise(pairs):
+            if one.fingerprint == other.fingerprint:
+                raise ConfigError(
+                    f"data.mixture: {one.folder} and {other.folder} have the same documents; remove one, and give the "
+                    "other the weight of both"
+                )
         self.shards = [one for one, _ in pairs]
         self.weights = [weight for _, weight in pairs]
         """Fraction of the samples of each corpus; they sum to 1."""
@@ -93,6 +99,14 @@ class Corpora:
             return self.shards[0].fingerprint
         weighted = [(one.fingerprint, weight) for one, weight in zip(self.shards, self.weights, strict=True)]
         return sha256_bytes(json.dumps(weighted).encode())
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The record of each folder."""
+        return tuple(
+            Source(str(one.folder), one.fingerprint, weight, sum(map(len, one.token_arrays("train"))))
+            for one, weight in zip(self.shards, self.weights, strict=True)
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -122,6 +136,11 @@ class Mixture:
         self._samples = _samples_per_cycle(weights)
         self._seed = seed
         self._cycle = lru_cache(2)(self._shuffle_cycle)
+
+    def samples_before(self, sample: int) -> "np.ndarray":
+        """How many of the samples before `sample` are of each corpus, int64 [C]."""
+        cycles, rest = divmod(sample, CYCLE)
+        return cycles * self._samples + np.bincount(self._cycle(cycles)[0][:rest], minlength=len(self._samples))
 
     def samples_of_one_pass(self, lengths_C: "np.ndarray") -> int:
         """Samples of the run after which every corpus, of this many samples, has been read once at least."""
@@ -180,10 +199,11 @@ class Batch(NamedTuple):
 
 
 class TrainingBatches:
-    """A map-style dataset without torch: item `step` is what this rank reads of training step `step`.
+    """A map-style dataset without torch: item `step` is what this rank reads after `step` steps of the run.
 
-    Samples are numbered over the run: i = step · global_batch_size + j. A micro-batch of concatenated samples has one
-    row for each sample. A micro-batch of packed samples is a single row.
+    Samples are numbered over the stages of a run that have the same samples: step n of a single stage has those from
+    n · global_batch_size on. A micro-batch of concatenated samples has one row for each sample. A micro-batch of packed
+    samples is a single row.
 
     The held-out split (`documents="valid"`) has one batch: the first `global_batch_size` samples, each only once, and
     padding up to a multiple of ranks × micro-batch size.
@@ -204,8 +224,16 @@ class TrainingBatches:
         seq_len: int,
         ignored_label: int,
         documents: Literal["train", "valid"] = "train",
+        stages: Sequence[StageRecord] = (),
     ) -> None:
-        """Raises ConfigError if a corpus is shorter than a sample, DataError if one is damaged."""
+        """
+        Args:
+            stages: of the run so far, the last with these sizes; empty: one from step 0 on.
+
+        Raises:
+            ConfigError: a corpus is shorter than a sample.
+            DataError: a corpus is damaged.
+        """
         shards_of = [one.token_arrays(documents) for one in corpora.shards]
         tokens_of = [sum(map(len, arrays)) for arrays in shards_of]
         for one, tokens in zip(corpora.shards, tokens_of, strict=True):
@@ -221,12 +249,18 @@ class TrainingBatches:
         self.folders = [one.folder for one in corpora.shards]
         """The folder of each corpus."""
         self._mixture = Mixture(corpora.weights, seed)
-        self._samples = [
-            PackedSamples(one.lengths(documents), seq_len, number, seed)
-            if packing == "best-fit"
-            else ConcatenatedSamples(tokens, seq_len, number, seed)
-            for number, (one, tokens) in enumerate(zip(corpora.shards, tokens_of, strict=True))
-        ]
+        self._first_step = stages[-1].first_step if stages else 0
+        read = phases(stages, self._first_step)
+        self._first_sample = read[-1][1] if read else 0
+        numbers = {source.fingerprint: 0 for stage in stages for source in stage.sources}  # in this order
+        numbers |= {one.fingerprint: 0 for one in corpora.shards}
+        placed = []
+        for one, tokens in zip(corpora.shards, tokens_of, strict=True):
+            build = partial(_build_samples, one.lengths(documents), tokens, [*numbers].index(one.fingerprint), seed)
+            current = build(seq_len, packing, None), 0
+            placed.append(_place(one.fingerprint, read, seed, build) if read and documents == "train" else current)
+        self._samples = [samples for samples, _ in placed]
+        self._first_numbers = np.array([number for _, number in placed])
         self._shard, self._packed = shard, packing == "best-fit"
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
         self._seq_len = seq_len
@@ -247,8 +281,8 @@ class TrainingBatches:
             shard.check_size()
 
     def __getitem__(self, step: int) -> Batch:
-        """Raises IndexError for steps before the first, DataError as `TokenShard`."""
-        if step < 0:
+        """Raises IndexError for steps before the first of the stage, DataError as `TokenShard`."""
+        if step < self._first_step:
             raise IndexError(f"step {step}")
         sample_N = self._sample_numbers(step)
         segments = self._segments(sample_N)
@@ -268,7 +302,8 @@ class TrainingBatches:
     def _sample_numbers(self, step: int) -> "np.ndarray":
         """The samples of the run that this rank reads, int64 [N]; −1: padding."""
         samples = self._global_batch_size // self._shard.data_ranks
-        first = step * self._global_batch_size + self._shard.data_rank * samples
+        first = self._first_sample if self.samples is None else 0
+        first += (step - self._first_step) * self._global_batch_size + self._shard.data_rank * samples
         sample_N = np.arange(first, first + samples)
         if self.samples is None:
             return sample_N
@@ -277,6 +312,7 @@ class TrainingBatches:
     def _locate(self, sample_N: "np.ndarray") -> "tuple[np.ndarray, np.ndarray]":
         """The result of `Mixture.locate`, with corpus −1 for padding."""
         corpus_N, number_N = self._mixture.locate(np.maximum(sample_N, 0))
+        number_N += self._first_numbers[corpus_N]
         corpus_N[sample_N < 0] = -1
         return corpus_N, number_N
 
@@ -313,6 +349,49 @@ class TrainingBatches:
         for segment in np.flatnonzero(segments.start >= self._first_tokens[-1]).tolist():
             labels[first_S[segment] : first_S[segment] + segments.length[segment]] = self._ignored_label
         return tokens, labels
+
+
+def _build_samples(
+    lengths: "Sequence[np.ndarray]",
+    tokens: int,
+    number: int,
+    seed: int,
+    seq_len: int,
+    packing: Packing,
+    earlier: Earlier | None,
+) -> ConcatenatedSamples | PackedSamples:
+    """The samples of source `number` of the run, in the order of their first use."""
+    if packing == "best-fit":
+        return PackedSamples(lengths, seq_len, number, seed, earlier)
+    return ConcatenatedSamples(tokens, seq_len, number, seed, earlier)
+
+
+def _place(
+    fingerprint: str,
+    read: Sequence[tuple[StageRecord, int]],
+    seed: int,
+    build: Callable[[int, Packing, Earlier | None], ConcatenatedSamples | PackedSamples],
+) -> tuple[ConcatenatedSamples | PackedSamples, int]:
+    """The samples of a source in the last phase, and the number of its first sample there.
+
+    Args:
+        read: `phases` of the run.
+        build: makes the samples of a length and a packing.
+    """
+    samples, kind, number, orders = None, None, 0, 0
+    for phase, samples_there in read:
+        names = [source.fingerprint for source in phase.sources]
+        if fingerprint not in names:
+            continue
+        if kind != (phase.seq_len, phase.packing):
+            earlier = Earlier(orders, samples.read(number)) if samples else None
+            kind, number, orders = (phase.seq_len, phase.packing), 0, orders + 1
+            samples = build(phase.seq_len, phase.packing, earlier)
+        if phase is not read[-1][0]:
+            mixture = Mixture([source.weight for source in phase.sources], seed)
+            number += int(mixture.samples_before(samples_there)[names.index(fingerprint)])
+    assert samples is not None
+    return samples, number
 
 
 def _within_columns(segments: Segments, row_tokens: int, first: int, end: int) -> Segments:

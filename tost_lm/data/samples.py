@@ -11,8 +11,8 @@ tokens shifted by one. A document of more than T tokens is cut into samples of T
 in groups. A group is a set of blocks from all over the corpus; its size determines its number of samples, so a group is
 packed only when one of its samples is requested.
 
-Shape suffixes: N samples, n samples of one epoch or group, S segments, D documents, R documents with a rest, K blocks,
-G groups.
+Shape suffixes: N samples, n samples of one epoch or group, S segments, D documents, R documents with a rest or ranges,
+K blocks, G groups.
 """
 
 from bisect import bisect_left, insort
@@ -90,15 +90,55 @@ class Segments(NamedTuple):
     """Whether the first input is the end-of-text id instead of the token before the first label, bool [S]."""
 
 
+class TokenRanges:
+    """Ranges of the tokens of a split; those that touch each other are one."""
+
+    def __init__(self, start_R: "np.ndarray", end_R: "np.ndarray") -> None:
+        order = np.argsort(start_R, kind="stable")
+        start_R, end_R = start_R[order], np.maximum.accumulate(end_R[order])
+        first_R = np.ones(len(start_R), dtype=bool)
+        first_R[1:] = start_R[1:] > end_R[:-1]
+        self.start, self.end = start_R[first_R], end_R[np.append(first_R[1:], True)[: len(first_R)]]
+        self._before = np.append(0, np.cumsum(self.end - self.start))
+
+    def __or__(self, other: "TokenRanges") -> "TokenRanges":
+        return TokenRanges(np.append(self.start, other.start), np.append(self.end, other.end))
+
+    def within(self, start_N: "np.ndarray", end_N: "np.ndarray") -> "np.ndarray":
+        """How many tokens of each range [start, end) are in these, int64 [N]."""
+        return self._up_to(end_N) - self._up_to(start_N)
+
+    def _up_to(self, token_N: "np.ndarray") -> "np.ndarray":
+        range_N = np.searchsorted(self.start, token_N, "right") - 1
+        inside_N = np.minimum(token_N, self.end[range_N]) - self.start[range_N] if len(self.start) else 0
+        return np.where(range_N < 0, 0, self._before[range_N] + inside_N)
+
+
+class Earlier(NamedTuple):
+    """What a run read of a source before it got other samples."""
+
+    orders: int
+    """Number of its orders so far."""
+    read: TokenRanges
+    """What was read in its last pass."""
+
+
 class ConcatenatedSamples:
     """The published samples: sample w has the tokens [w·T, (w + 1)·T) as labels, across document boundaries.
 
-    Every token is a label once per epoch, and each epoch has an order of its own. The last sample is padded.
+    Every token is a label once per epoch, and each epoch has an order of its own. The last sample is padded. With
+    `earlier`, the samples with the most unread tokens come first in the first epoch, which takes 8 bytes a sample.
     """
 
-    def __init__(self, tokens: int, seq_len: int, corpus: int, seed: int) -> None:
+    def __init__(self, tokens: int, seq_len: int, corpus: int, seed: int, earlier: Earlier | None = None) -> None:
         self._tokens, self._seq_len = tokens, seq_len
-        self._corpus, self._seed = corpus, seed
+        self._corpus, self._seed, self._earlier = corpus, seed, earlier
+        self._first_epoch = None
+        if earlier:
+            window_N = self._shuffled(np.arange(len(self)), 0)
+            end_N = np.minimum((window_N + 1) * seq_len, tokens)
+            read_N = earlier.read.within(window_N * seq_len, end_N)
+            self._first_epoch = window_N[np.argsort(read_N, kind="stable")]
 
     def __len__(self) -> int:
         """Samples per epoch."""
@@ -109,13 +149,34 @@ class ConcatenatedSamples:
         epoch_N, position_N = np.divmod(sample_N, len(self))
         window_N = np.empty_like(position_N)
         for epoch, chosen in runs(epoch_N):
-            window_N[chosen] = permuted(position_N[chosen], len(self), Order.WINDOWS, self._corpus, epoch, self._seed)
+            window_N[chosen] = self._windows(position_N[chosen], epoch)
         start_N = window_N * self._seq_len
         length_N = np.minimum(self._tokens - start_N, self._seq_len)
         start_S = np.stack([start_N, np.full_like(start_N, -1)], 1).ravel()
         length_S = np.stack([length_N, self._seq_len - length_N], 1).ravel()
         kept = length_S > 0
         return Segments(start_S[kept], length_S[kept], start_S[kept] <= 0)
+
+    def read(self, samples: int) -> TokenRanges:
+        """What is read of the pass that is under way after so many samples."""
+        epoch, done = divmod(samples, len(self))
+        start_N = self._windows(np.arange(done), epoch) * self._seq_len
+        ranges = TokenRanges(start_N, np.minimum(start_N + self._seq_len, self._tokens))
+        return ranges | self._earlier.read if self._earlier and epoch == 0 else ranges
+
+    def _windows(self, position_N: "np.ndarray", epoch: int) -> "np.ndarray":
+        if epoch == 0 and self._first_epoch is not None:
+            return self._first_epoch[position_N]
+        return self._shuffled(position_N, epoch)
+
+    def _shuffled(self, position_N: "np.ndarray", epoch: int) -> "np.ndarray":
+        key = (Order.WINDOWS, self._corpus, epoch, self._seed, *_orders(self._earlier))
+        return permuted(position_N, len(self), *key)
+
+
+def _orders(earlier: Earlier | None) -> tuple[int, ...]:
+    """The last part of a key."""
+    return (earlier.orders,) if earlier else ()
 
 
 def runs(x_N: "np.ndarray") -> Iterator[tuple[int, slice]]:
@@ -134,16 +195,31 @@ GROUPS_KEPT = 4
 
 
 class PackedSamples:
-    """Samples of packed documents. Few documents are cut; every stored token is a label once per epoch."""
+    """Samples of packed documents. Few documents are cut; every stored token is a label once per epoch.
 
-    def __init__(self, lengths: "Sequence[np.ndarray]", seq_len: int, corpus: int, seed: int) -> None:
+    With `earlier`, groups have blocks with about the same share of unread tokens. In the first epoch groups with more
+    of them come first, and within a group samples with more of them.
+    """
+
+    def __init__(
+        self,
+        lengths: "Sequence[np.ndarray]",
+        seq_len: int,
+        corpus: int,
+        seed: int,
+        earlier: Earlier | None = None,
+    ) -> None:
         """`lengths`: tokens of each document of each shard, including end-of-text ids, [D]."""
         self._lengths = Concatenation(lengths)
-        self._seq_len, self._corpus, self._seed = seq_len, corpus, seed
+        self._seq_len, self._corpus, self._seed, self._earlier = seq_len, corpus, seed, earlier
         self._blocks = Blocks.of(lengths)
         tokens = int(self._blocks.first_token[-1])
         count = len(self._blocks.first_token) - 1
-        self._block_order = permuted(np.arange(count), count, Order.BLOCKS, corpus, seed)
+        self._block_order = permuted(np.arange(count), count, Order.BLOCKS, corpus, seed, *_orders(earlier))
+        if earlier:
+            start_K, end_K = (self._blocks.first_token[self._block_order + side] for side in (0, 1))
+            share_K = earlier.read.within(start_K, end_K) / (end_K - start_K)
+            self._block_order = self._block_order[np.argsort(share_K, kind="stable")]
         size_K = np.diff(self._blocks.first_token)[self._block_order]
         before_K = np.cumsum(size_K) - size_K
         groups = max(1, tokens // group_tokens(seq_len))
@@ -154,6 +230,7 @@ class PackedSamples:
         first_block_G = self._first_block[:-1]
         self._samples = -(-np.diff(np.append(before_K[first_block_G], tokens)) // seq_len)
         self._packing_of_group = lru_cache(GROUPS_KEPT)(self._pack_group)
+        self._samples_of_group = lru_cache(GROUPS_KEPT)(self._shuffle_group)
         self._groups_of_epoch = lru_cache(2)(self._order_groups)
 
     def __len__(self) -> int:
@@ -168,15 +245,46 @@ class PackedSamples:
             position_n = position_N[in_epoch]
             for turn, in_group in runs(np.searchsorted(first_position_G, position_n, "right") - 1):
                 group = int(group_G[turn])
-                key = (Order.SAMPLES_OF_GROUP, self._corpus, epoch, group, self._seed)
-                number_n = permuted(position_n[in_group] - first_position_G[turn], int(self._samples[group]), *key)
+                number_n = self._samples_of_group(group, epoch)[position_n[in_group] - first_position_G[turn]]
                 found.append(self._packing_of_group(group).segments_of(number_n))
         return Segments(*map(np.concatenate, zip(*found, strict=True)))
+
+    def read(self, samples: int) -> TokenRanges:
+        """What is read of the pass that is under way after so many samples."""
+        epoch, done = divmod(samples, len(self))
+        group_G, first_position_G = self._groups_of_epoch(epoch)
+        turn = int(np.searchsorted(first_position_G, done, "right")) - 1  # the group that is not read to its end
+        whole = [self._block_order[self._first_block[g] : self._first_block[g + 1]] for g in group_G[:turn].tolist()]
+        block_K = np.concatenate([np.empty(0, np.int64), *whole])
+        of_epoch = np.arange(epoch * len(self) + first_position_G[turn], samples)
+        rest = self.segments(of_epoch) if len(of_epoch) else Segments(*[np.empty(0, np.int64)] * 3)
+        real = rest.start >= 0
+        start_R = np.append(self._blocks.first_token[block_K], rest.start[real])
+        ranges = TokenRanges(
+            start_R, np.append(self._blocks.first_token[block_K + 1], (rest.start + rest.length)[real])
+        )
+        return ranges | self._earlier.read if self._earlier and epoch == 0 else ranges
+
+    def _shuffle_group(self, group: int, epoch: int) -> "np.ndarray":
+        """The samples of a group in the order of an epoch, [n]."""
+        count = int(self._samples[group])
+        key = (Order.SAMPLES_OF_GROUP, self._corpus, epoch, group, self._seed, *_orders(self._earlier))
+        number_n = permuted(np.arange(count), count, *key)
+        if self._earlier is None or epoch:
+            return number_n
+        segments, first_segment = self._packing_of_group(group)
+        read_S = self._earlier.read.within(segments.start, segments.start + segments.length * (segments.start >= 0))
+        before_S = np.append(0, np.cumsum(read_S))
+        read_n = before_S[first_segment[number_n + 1]] - before_S[first_segment[number_n]]
+        return number_n[np.argsort(read_n, kind="stable")]
 
     def _order_groups(self, epoch: int) -> "tuple[np.ndarray, np.ndarray]":
         """The groups in the order of an epoch, and the first sample of each in that order, both [G]."""
         count = len(self._samples)
-        group_G = permuted(np.arange(count), count, Order.GROUPS, self._corpus, epoch, self._seed)
+        group_G = np.arange(count)
+        if self._earlier is None or epoch:
+            key = (Order.GROUPS, self._corpus, epoch, self._seed, *_orders(self._earlier))
+            group_G = permuted(group_G, count, *key)
         samples_G = self._samples[group_G]
         return group_G, np.cumsum(samples_G) - samples_G
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from tost_lm.checkpointing.format import CONVERSION, SETTINGS, Progress, read_model_config
 from tost_lm.checkpointing.run_folder import ENVIRONMENT, read_record
 from tost_lm.config import read_toml, validate
+from tost_lm.data.stages import StageRecord, passes, steps_of, tokens_of
 from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.files import regular_file, sha256_file
@@ -48,11 +49,9 @@ class _Training(NamedTuple):
     """The event of its initial weights or its branch; empty: weights drawn at random, or no run folder."""
 
     @property
-    def own_tokens(self) -> int:
-        """Training tokens, of a branch those after its trunk."""
-        train = self.settings["train"]
-        first = self.start["step"] if "branch_from" in train and self.start else 0
-        return (self.progress.step - first) * train["global_batch_size"] * train["seq_len"]
+    def tokens(self) -> int:
+        """Training tokens of all stages, of a branch also those of its trunk."""
+        return tokens_of(self.progress.stages, self.progress.step)
 
 
 def model_card(
@@ -150,25 +149,35 @@ def _origin_rows(folder: Path) -> Rows:
 
 
 def _training_rows(training: _Training) -> Rows:
-    train, data, progress = training.settings["train"], training.settings["data"], training.progress
-    weights = data.get("mixture") or {data["folder"]: 1.0}
-    total = sum(weights.values())
-    folders = [f"{weight / total:.1%} {folder}" if len(weights) > 1 else folder for folder, weight in weights.items()]
+    train, progress = training.settings["train"], training.progress
     rows = [
         ("run", training.settings["run"]["name"]),
-        ("steps", f"{progress.step:,} of {train['steps']:,}, {progress.updates:,} applied by the optimizer"),
-        (f"training tokens{' after the branch' if 'branch_from' in train else ''}", f"{training.own_tokens:,}"),
-        ("batch", f"{train['global_batch_size']:,} sequences of {train['seq_len']:,} tokens"),
-        ("data", ", ".join(folders)),
-        ("data fingerprint", f"SHA-256 {progress.shards_fingerprint}"),
-        ("document packing", data["packing"]),
+        ("steps", f"{progress.step:,}, {progress.updates:,} applied by the optimizer"),
+        ("training tokens", f"{training.tokens:,}"),
         ("optimizer", _optimizer(training.optim)),
-        ("schedule", _schedule(training.optim, train["steps"])),
-        ("precision", _precision(train)),
+        ("precision", _precision(progress.stages[-1].settings["train"])),
         ("seed", str(train["seed"])),
         ("start", _start(training)),
     ]
+    rows += [(f"stage {stage.name}", _stage(stage, steps)) for stage, steps in steps_of(progress.stages, progress.step)]
+    read = passes(progress.stages, progress.step)
+    sources = {source.folder: source for stage in progress.stages for source in stage.sources}
+    rows += [
+        (f"data {n}", f"{folder}: {one.tokens:,} tokens, read {read[folder]:.3g} times, SHA-256 {one.fingerprint}")
+        for n, (folder, one) in enumerate(sources.items(), start=1)
+    ]
     return rows + _environment_rows(training)
+
+
+def _stage(stage: StageRecord, steps: int) -> str:
+    settings = stage.settings
+    optim = validate(OptimConfig, {**settings["optim"], "warmup_steps": stage.warmup_steps}, where="optim")
+    planned = settings["train"]["steps"] - stage.first_step
+    folders = ", ".join(f"{source.weight:.1%} {source.folder}" for source in stage.sources)
+    return (
+        f"{steps:,} of {planned:,} steps of {stage.global_batch_size:,} sequences of {stage.seq_len:,} tokens, "
+        f"{stage.packing}, {_schedule(optim, planned)}; {folders}"
+    )
 
 
 def _environment_rows(training: _Training) -> Rows:
@@ -257,8 +266,8 @@ def _limits(model: ModelConfig, training: _Training | None, is_validated: bool) 
         yield f"The model rejects sequences of more than {model.position_limit:,} tokens."
     if training:
         count = parameters(model)
-        ratio = training.own_tokens / (count.total - count.positions)
-        yield f"Training sequences have {training.settings['train']['seq_len']:,} tokens."
+        ratio = training.tokens / (count.total - count.positions)
+        yield f"Training sequences have {training.progress.stages[-1].seq_len:,} tokens."
         yield f"There are {ratio:.2g} training tokens per parameter."
         if not is_validated:
             yield "No loss on held-out text was measured during training."

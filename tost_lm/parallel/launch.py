@@ -22,6 +22,8 @@ from tost_lm.parallel.settings import LaunchConfig
 
 LOOPBACK = "127.0.0.1"
 NODES_WAIT = timedelta(minutes=15)  # for the launchers of the other nodes
+EXIT_NEXT_STAGE = 76
+"""Exit code of ranks whose program is to run again."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -116,11 +118,11 @@ def _launch(program: list[str], ranks: int, store: str, node: int = 0, nodes: in
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads // ranks)))
-    config = ElasticConfig(
+    config = lambda launch: ElasticConfig(
         min_nodes=nodes,
         max_nodes=nodes,
         nproc_per_node=ranks,
-        run_id="tost_lm",
+        run_id=f"tost_lm-{launch}",  # of keys in the store
         rdzv_backend="static",
         rdzv_endpoint=store,
         rdzv_configs={"rank": node},
@@ -128,13 +130,25 @@ def _launch(program: list[str], ranks: int, store: str, node: int = 0, nodes: in
         signals_to_handle="",  # its handlers kill ranks that are still saving, and hide their exit codes
     )
     logging.disable()  # the ranks report their own errors
-    forwarded = _forward_signals()
-    try:
-        elastic_launch(config, sys.executable)("-u", "-m", *program)
-    except ChildFailedError as error:
-        failures = sorted(error.failures.items(), key=lambda failure: failure[1].timestamp)
-        sys.exit(_exit_code([(rank, failure.exitcode) for rank, failure in failures], forwarded))
-    sys.exit(0)
+    forwarded, code = _forward_signals(), EXIT_NEXT_STAGE
+    launch = 0
+    while code == EXIT_NEXT_STAGE:
+        try:
+            elastic_launch(config(launch), sys.executable)("-u", "-m", *program)
+            code = 0
+        except ChildFailedError as error:
+            failures = sorted(error.failures.items(), key=lambda failure: failure[1].timestamp)
+            code = _exit_code([(rank, failure.exitcode) for rank, failure in failures], forwarded)
+        launch += 1
+    sys.exit(code)
+
+
+def end_for_next_stage(command: str) -> NoReturn:
+    """End this process, and run `tost COMMAND` with the same arguments: in its place, or the launcher does it."""
+    if "RANK" in os.environ:
+        sys.exit(EXIT_NEXT_STAGE)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-u", "-m", "tost_lm.cli.main", *command.split(), *sys.argv[1:]])
 
 
 def _exit_code(failures: list[tuple[int, int]], forwarded: set[int]) -> int:

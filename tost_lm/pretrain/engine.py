@@ -10,7 +10,6 @@ from torch.utils import deterministic
 
 from tost_lm.checkpointing.writer import CheckpointWriter, RunFiles
 from tost_lm.config import to_toml
-from tost_lm.data.loader import Corpora
 from tost_lm.errors import ConfigError
 from tost_lm.interop.card import model_card
 from tost_lm.mixers.registry import FACTS
@@ -21,6 +20,7 @@ from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.zero import allocate_for_engine, build_engine
 from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.pretrain.start import StartPoint
 from tost_lm.pretrain.tiled import TiledLM
 
 
@@ -80,15 +80,20 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
 
 
 def build_writer(
-    engine: Any, config: PretrainConfig, corpora: Corpora, check_folder: Callable[[], None], first_step: int = 0
+    engine: Any, run: PretrainConfig, start: StartPoint, check_folder: Callable[[], None], first_step: int = 0
 ) -> CheckpointWriter:
     """The writer of a run's checkpoints; all ranks call it together. The run starts after `first_step` steps.
+
+    Args:
+        run: all settings of the run, for the record.
 
     Raises:
         CheckpointError: the disk is too small for the run; on rank 0.
     """
+    config = start.stage.config
     card = partial(model_card, run=config.run_folder)
-    files = RunFiles(config.run_folder, check_folder, to_toml(config), corpora.tokenizer(), card)
+    files = RunFiles(config.run_folder, check_folder, to_toml(run), start.corpora.tokenizer(), card)
     writer = CheckpointWriter(engine, files, config.checkpoint, config.run.timeouts)
-    writer.require_disk_space(first_step, config.last_step, keeps_best=config.validation.every is not None)
+    last = run.in_stages()[-1].config.last_step
+    writer.require_disk_space(first_step, last, keeps_best=config.validation.every is not None)
     return writer

@@ -14,26 +14,32 @@ from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.start import StartPoint, rename_old_run, require_same_checkpoints
 from tost_lm.pretrain.tiled import Tiling
 
+NEXT_STAGE = "next stage"
+"""Why a launch ends, beside the reasons of a graceful stop."""
+
 
 def open_folder(
-    config: PretrainConfig, start: StartPoint, progress: Progress, world: World, heartbeat: Heartbeat, tiling: Tiling
+    run: PretrainConfig, start: StartPoint, progress: Progress, world: World, heartbeat: Heartbeat, tiling: Tiling
 ) -> Metrics | NullMetrics:
-    """On rank 0, prepare the run folder and log the first lines."""
+    """On rank 0, prepare the run folder and log the first lines. `run`: all settings of the run."""
     if world.rank > 0:
         return NullMetrics()
+    config = start.stage.config
     require_same_checkpoints(config, start)
     rename_old_run(config, start)
-    write_run_folder(config, world.size, world.device.type)
+    write_run_folder(run, world.size, world.device.type)
     if world.device.type == "cuda":
         (config.run_folder / FLIGHT_RECORDER).mkdir(exist_ok=True)  # NCCL writes there and does not create it
     rmtree(heartbeat.folder, ignore_errors=True)  # of an earlier launch, perhaps with more ranks
     branch = _branch(start)
-    metrics = Metrics(config, progress if progress.step else None, world.size, world.device, branch)
+    metrics = Metrics(config, progress, world.size, world.device, branch)
+    if progress.step == config.first_step and not branch and len(progress.stages) > 1:
+        metrics.event(progress.step, "stage", name=start.stage.name)
     metrics.log(_opening_line(config, world, start, tiling))
-    warmup = warmup_steps(config.optim, config.train.steps)
-    if warmup >= config.train.steps:
+    warmup = warmup_steps(config.optim, config.own_steps)
+    if warmup >= config.own_steps:
         metrics.log(
-            f"warning: optim.warmup_steps {warmup} is not less than train.steps {config.train.steps}: the rate never "
+            f"warning: optim.warmup_steps {warmup} is not less than the steps, {config.own_steps}: the rate never "
             "reaches optim.lr; lower optim.warmup_steps or leave it out"
         )
     if start.initial_weights and not branch:
@@ -47,14 +53,18 @@ def _branch(start: StartPoint) -> dict[str, Any] | None:
     folder, sha256, point = start.initial_weights or (None, "", None)
     if point is None:
         return None
-    data = "from its beginning" if point.data_start == point.step else "continued"
+    trunk, branch = point.stages[:-1] or point.stages, point.stages[-1]
+    data = "continued" if trunk[-1].samples == branch.samples else "changed"
     return {"folder": str(folder), "manifest_sha256": sha256, "data": data}
 
 
 def log_end(config: PretrainConfig, progress: Progress, stop_reason: str, metrics: Metrics | NullMetrics) -> None:
     """Log how the launch ended, and close the records."""
     step = progress.step
-    if stop_reason:
+    if stop_reason == NEXT_STAGE:
+        how = f"done: stage {progress.stages[-1].name}; the next one starts from its checkpoint"
+        metrics.event(step, "stopped", why=NEXT_STAGE)
+    elif stop_reason:
         how = f"stopped on {stop_reason} with everything saved; run the same command to resume"
         metrics.event(step, "stopped", why=stop_reason)
     elif config.stops_early(progress):
@@ -80,9 +90,10 @@ def _opening_line(config: PretrainConfig, world: World, start: StartPoint, tilin
         how = f"branching from {branch['folder']}, data {branch['data']}"
     if start.resume_from:
         how = f"resuming from {start.resume_from}"
+    stage = f"stage {start.stage.name}, " if len(start.records) > 1 or not start.stage.is_last else ""
     return (
-        f"{config.run_folder}: {parameters(config.model).total / 1e6:.2f}M parameters, {_ranks(config, world)} on "
-        f"{world.device.type}, {config.train.dtype}, {config.batch_tokens:,} tokens a step, "
+        f"{config.run_folder}: {stage}{parameters(config.model).total / 1e6:.2f}M parameters, "
+        f"{_ranks(config, world)} on {world.device.type}, {config.train.dtype}, {config.batch_tokens:,} tokens a step, "
         f"{_tiles(tiling)}{how}"
     )
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tost_lm.errors import ConfigError
-from tost_lm.pretrain.settings import PretrainConfig, RunConfig
+from tost_lm.pretrain.sections import RunConfig
+from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.redaction import redact_tree
 
 Row = Mapping[str, Any]

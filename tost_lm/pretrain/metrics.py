@@ -20,6 +20,7 @@ import torch
 from tost_lm.checkpointing.format import SETTINGS, Progress
 from tost_lm.checkpointing.run_folder import ENVIRONMENT, ROWS, read_record
 from tost_lm.config import to_toml
+from tost_lm.data.stages import phases, tokens_of
 from tost_lm.errors import TrainingError
 from tost_lm.files import regular_file, write_atomically, write_rows
 from tost_lm.markdown import with_error
@@ -65,14 +66,14 @@ class Metrics:
     def __init__(
         self,
         config: PretrainConfig,
-        progress: Progress | None,
+        progress: Progress,
         world_size: int,
         device: torch.device,
         branch: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
-            progress: of the checkpoint to resume or branch from; None: the run starts.
+            progress: of the checkpoint to resume or branch from, or of step 0.
             world_size: ranks, each with a device.
             device: of this rank.
             branch: recorded of the launch that starts a branch; None: of any other.
@@ -80,17 +81,17 @@ class Metrics:
         Raises:
             ConfigError: a row of an earlier launch is damaged, or as `WandbSink`.
         """
-        self._config, self._world_size, self._device = config, world_size, device
+        self._config, self._world_size, self._device, self._stages = config, world_size, device, progress.stages
         self._flops_per_token = flops_per_token(config.model, config.train.seq_len).total
         cuda = device.type == "cuda"
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device), config.train.dtype) if cuda else None
 
-        folder, first_step = config.run_folder, progress.step if progress else 0
+        folder, first_step = config.run_folder, progress.step
         kept = {name: drop_rows_after(folder / f"{name}.jsonl", first_step) for name in ROWS}
         self._rows, self._validation_rows, self._evaluation_rows, self._events, self._log = (
             regular_file(folder / name).open("a") for name in (*(f"{name}.jsonl" for name in ROWS), "log.txt")
         )
-        self.wandb_run_id = progress.wandb_run_id if progress else ""
+        self.wandb_run_id = progress.wandb_run_id
         """Stored in checkpoints, so that all launches of a run are one wandb run; empty without wandb."""
         values = merge_by_step(kept["metrics"], kept["validation"], kept["evaluations"])
         loggers, self._sinks = loggers_in_use(config.run), list[WandbSink | TensorBoardSink]()
@@ -105,7 +106,7 @@ class Metrics:
         self._last_step, self._last_time = first_step, time.perf_counter()
         self._started = self._last_time - seconds
         self._paused_in_window = self._paused = self._trained = 0.0
-        kind = "branched" if branch else "resumed" if progress else "started"
+        kind = "branched" if branch else "resumed" if first_step else "started"
         self.event(first_step, kind, ranks=world_size, **(branch or {}))
 
     def log(self, text: str) -> None:
@@ -129,7 +130,7 @@ class Metrics:
             **({"z_loss": z_loss} if self._config.train.z_loss else {}),
             "lr": lr,
             "grad_norm": grad_norm,
-            "tokens": step * batch_tokens,
+            "tokens": tokens_of(self._stages, step),
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_device": each,
             "mfu": flops / self._peak_flops if self._peak_flops else None,
@@ -167,10 +168,11 @@ class Metrics:
             f"step {row['step']}/{self._config.train.steps}  {row['protocol']}  {headline.replace('_', ' ')} {figure}"
         )
 
-    def skipped(self, step: int, reason: str, batch: int) -> None:
-        """Record that step `step`, whose tokens are batch number `batch` of the data, was not applied."""
+    def skipped(self, step: int, reason: str) -> None:
+        """Record that step `step` was not applied."""
         sequences = self._config.train.global_batch_size
-        samples = [batch * sequences, (batch + 1) * sequences - 1]
+        end = phases(self._stages, step)[-1][1]
+        samples = [end - sequences, end - 1]
         self.log(f"step {step} skipped: {reason}; samples {samples[0]}-{samples[1]}")
         self.event(step, "skipped", why=reason, samples=samples)
 

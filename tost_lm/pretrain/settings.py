@@ -1,258 +1,31 @@
-"""All settings of a pre-training run. The modules of this package are the run: checkpoints, metrics and the loop."""
+"""All settings of a pre-training run, and its stages."""
 
 import math
-import os
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from tost_lm.checkpointing.format import Progress, read_model_config
 from tost_lm.checkpointing.run_folder import find_checkpoint, step_of
 from tost_lm.checkpointing.settings import CheckpointConfig
-from tost_lm.config import NAMES_FILES, Section, require_local
+from tost_lm.config import Section, merged, require_local, validate
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.optim.settings import OptimConfig, obstacle_to_schedule, warmup_steps
 from tost_lm.parallel.settings import LaunchConfig, ParallelConfig, obstacle_to_deepspeed, obstacle_to_tensor_ranks
-from tost_lm.parallel.timeouts import Timeouts
-
-
-class TrainingDataConfig(Section):
-    """The training data, one shard folder or a mixture, and how samples are made of it."""
-
-    exclusive: ClassVar = (("folder", "mixture"),)
-
-    folder: Path | None = None
-    """A shard folder written by `tost prepare shards`; it contains the tokenizer."""
-    mixture: Annotated[dict[str, float] | None, NAMES_FILES] = None
-    """Several shard folders with the same tokenizer and their weights: {"data/a/shards" = 3, "data/b/shards" = 1} takes three samples of a for each sample of b."""
-    packing: Literal["concatenated", "best-fit"] = "concatenated"
-    """`concatenated`: samples are cut from the concatenated documents, as published; `best-fit`: document packing: a sample contains whole documents that do not see each other, and a document longer than a sample is cut."""
-    workers: int = Field(default=1, ge=0)
-    """Loader processes of each rank that prefetch batches (0: none). The batches do not depend on it."""
-
-    @model_validator(mode="after")
-    def _folder_or_mixture(self) -> "TrainingDataConfig":
-        if (self.folder is None) == (self.mixture is None):
-            found = "neither is" if self.folder is None else "both are"
-            raise ValueError(f"exactly one of data.folder and data.mixture must be set, but {found}")
-        seen = set()
-        for folder, weight in (self.mixture or {}).items():
-            if not weight > 0:
-                raise ValueError(f"data.mixture: the weight of {folder} is {weight}; set one above 0")
-            if os.path.normpath(folder) in seen:
-                raise ValueError(f"data.mixture: {os.path.normpath(folder)} is listed twice; give it one weight")
-            seen.add(os.path.normpath(folder))
-        if self.mixture == {}:
-            raise ValueError("data.mixture is empty; name a shard folder and its weight")
-        return self
-
-    @property
-    def folders(self) -> dict[Path, float]:
-        """The shard folders and their weights."""
-        if self.folder is not None:
-            return {self.folder: 1.0}
-        return {Path(folder): weight for folder, weight in (self.mixture or {}).items()}
-
-
-class TrainConfig(Section):
-    """Length of training, and sizes of its batches."""
-
-    exclusive: ClassVar = (("steps", "tokens"), ("global_batch_size", "batch_tokens"))
-
-    steps: int = Field(gt=0, le=2**40)
-    """Optimizer steps, of a branch with those before it. A resumed run may have more or fewer if the learning rates of its steps so far stay as they were: schedule `constant`, or `wsd` before its decay."""
-    tokens: int | None = Field(default=None, gt=0, exclude=True)
-    """In place of train.steps: tokens of these steps, for example 7e9, rounded up to whole steps."""
-    global_batch_size: int = Field(gt=0)
-    """Sequences per optimizer step, over all ranks and micro-batches."""
-    batch_tokens: int | None = Field(default=None, gt=0, exclude=True)
-    """In place of train.global_batch_size: tokens per optimizer step, a multiple of train.seq_len."""
-    micro_batch_size: int = Field(gt=0)
-    """Sequences that a rank processes at once; gradient accumulation does the rest of its batch."""
-    seq_len: int = Field(gt=1)
-    """Tokens per sequence; at most model.max_positions if the model has parameters per position."""
-    z_loss: float = Field(default=0.0, ge=0)
-    """Coefficient of the z-loss, which keeps the logits from drifting: the mean of log-sum-exp(logits)² over the labels is added to the loss. The logged loss, validation and evaluation exclude it. 1e-4 is usual."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of weights and activations. Statistics, losses, gradient sums and optimizer state are always float32."""
-    tf32: bool = False
-    """TensorFloat-32 in float32 matrix products on GPUs: faster, with 10 bits of mantissa in place of 23. The operator's statistics, scores and memberships are not matrix products. Without effect on a CPU."""
-    deterministic: bool = False
-    """On GPUs, use kernels that add in a fixed order, so that a resumed run equals an uninterrupted one bit for bit. Slower; not with D layers, whose kernels are chosen by their measured time. CPUs need no setting."""
-    compile: bool = False
-    """Compile the blocks with torch.compile: the work between matrix products becomes a few fused kernels. The first steps take about ten seconds for each graph. Not with tensor ranks or ZeRO stage 3."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of the initial weights and of the data order."""
-    initial_weights: Path | None = None
-    """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Without [model] the model is that of the weights, else both must be equal except in model.softmax.rope_theta. Unset: weights are drawn at random."""
-    branch_from: Path | None = None
-    """Branch: continue the run of this step folder in a run folder of its own, with its optimizer state and at its step of the schedule. [data], train.steps and what follows the stable phase of the schedule may differ. With the same data, training continues with the next batch; other data starts at its beginning. Also continues converted checkpoints of the released code."""
-    skip_spike_sigma: float | None = Field(default=None, gt=0)
-    """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last 128 (6 is usual). Without it only non-finite steps are skipped."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _tokens_as_steps(cls, values: Any) -> Any:
-        """Replace tokens by steps and batch_tokens by global_batch_size, so that the resolved tree has these only."""
-        if not isinstance(values, dict):
-            return values
-        given = {name: value for name, value in values.items() if value is not None}
-        for pair in cls.exclusive:
-            if given.keys() >= set(pair):
-                raise ValueError(f"train.{pair[0]} and train.{pair[1]} exclude each other: set one of them")
-        positive = lambda value: value if isinstance(value, int) and value > 0 else 1  # its field reports any other
-        seq_len = positive(given.get("seq_len"))
-        if batch_tokens := _whole_number(given, "batch_tokens"):
-            given["global_batch_size"], rest = divmod(batch_tokens, seq_len)
-            if rest:
-                nearest = max(round(batch_tokens / seq_len), 1) * seq_len
-                raise ValueError(
-                    f"train.batch_tokens {batch_tokens} is not a multiple of train.seq_len {seq_len}: set "
-                    f"train.batch_tokens={nearest}"
-                )
-        if tokens := _whole_number(given, "tokens"):
-            given["steps"] = -(-tokens // (positive(given.get("global_batch_size")) * seq_len))
-        return given
-
-    @model_validator(mode="after")
-    def _one_beginning(self) -> "TrainConfig":
-        if self.branch_from and self.initial_weights:
-            raise ValueError("train.branch_from and train.initial_weights exclude each other: set one of them")
-        return self
-
-
-def _whole_number(given: dict[str, Any], name: str) -> int | None:
-    """Remove a setting of [train] and return it; TOML has 7e9 as a float. Raises ValueError for other values."""
-    value = given.pop(name, None)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or value % 1:
-        raise ValueError(f"train.{name} {value!r}: not a whole number above 0; write it as 7000000000 or 7e9")
-    return int(value)
-
-
-class MemoryConfig(Section):
-    """Memory of a rank, and what it computes again to save memory; nothing here changes the result of training."""
-
-    tile_tokens: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
-    """Train tile by tile through all layers, exactly: number of tokens of each row in memory at once, over all sequence ranks. `auto`: as many as free memory allows. Without it whole rows."""
-    offload_tile_states: bool = False
-    """Keep the states between tiles in host memory. An A layer has a window of keys and values for each tile."""
-    activation_checkpointing: Literal["none", "mixers", "full"] = "none"
-    """`full`: store only the input of each block, and what it received from other ranks, and compute the block again in the backward: a third more matrix products. `mixers`: the same with the branch of the token mixer; for MLPs see mlp_tile_tokens."""
-    activation_checkpointing_every: int = Field(default=1, gt=0)
-    """Only every n-th block, from the first on; the others store all."""
-    mlp_tile_tokens: int | None = Field(default=None, gt=0)
-    """Compute the MLP of each block in tiles of this many tokens of a row, each again in the backward: activations of its hidden channels exist for one tile only. Without it whole rows are stored."""
-
-    @model_validator(mode="after")
-    def _every_block_of_a_kind(self) -> "MemoryConfig":
-        if self.activation_checkpointing_every > 1 and self.activation_checkpointing == "none":
-            raise ValueError(
-                f"memory.activation_checkpointing_every {self.activation_checkpointing_every} has no effect with "
-                "memory.activation_checkpointing none: set full or mixers"
-            )
-        return self
-
-
-class ValidationConfig(Section):
-    """The loss on held-out documents during training; nothing here changes the result of training."""
-
-    every: int | None = Field(default=None, gt=0)
-    """Steps between validations; without it there are none."""
-    sequences: int = Field(default=64, gt=0)
-    """Number of sequences of train.seq_len tokens, the same each time, over all ranks; at most one pass over the held-out split."""
-    stop_after: int | None = Field(default=None, gt=0)
-    """End the run after this many validations in a row whose loss was not below the lowest one before. Its checkpoint stays."""
-
-    @model_validator(mode="after")
-    def _stops_after_validations(self) -> "ValidationConfig":
-        if self.stop_after and self.every is None:
-            raise ValueError("validation.stop_after has no effect without validations: set validation.every")
-        return self
-
-
-class EvaluationConfig(Section):
-    """Tasks during training, by the code of `tost eval`; nothing here changes the result of training."""
-
-    every: int | None = Field(default=None, gt=0)
-    """Steps between evaluations; another follows the last step. Without it there are none."""
-    tasks: list[str] = Field(default_factory=list)
-    """Names of tasks, families or groups of `tost eval`, all but heldout@bpb."""
-    settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Sections of `tost eval`: [evaluation.settings.needle] has the settings of its section `needle`."""
-    sets: dict[str, Path] = Field(default_factory=dict)
-    """The file of each test set, as in `sets` of `tost eval`: {wikitext2 = "wiki.test.raw"}. Others are downloaded."""
-
-    @model_validator(mode="after")
-    def _when_and_what(self) -> "EvaluationConfig":
-        if self.every and not self.tasks:
-            raise ValueError("evaluation.every is set without evaluation.tasks: name tasks, or remove it")
-        if self.tasks and not self.every:
-            raise ValueError(
-                "evaluation.tasks is set without evaluation.every: set the number of steps between evaluations"
-            )
-        return self
-
-
-class WandbConfig(Section):
-    """Where wandb shows the run, in wandb's words."""
-
-    project: str = Field(default="tost_lm", pattern=r"^[^/\\#?%:]+$")
-    """Project of the run."""
-    entity: str | None = None
-    """User or team that owns the project; default: WANDB_ENTITY, else that of wandb's login."""
-    group: str | None = None
-    """Group of runs; default: WANDB_RUN_GROUP, else none."""
-    mode: Literal["online", "offline"] | None = None
-    """Upload during the run, or write files for `wandb sync`; default: WANDB_MODE, else offline."""
-
-
-class RunConfig(Section):
-    """Where and how the run is executed. It may change between launches, because it does not affect the result."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """The run folder is runs/NAME, or FOLDER/NAME."""
-    folder: Path = Path("runs")
-    """Where the run folders are, for example on a shared file system."""
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
-    """Device; `auto` is the first of cuda, mps and cpu that is available."""
-    log_every: int = Field(default=10, gt=0)
-    """Steps between log lines and rows of metrics.jsonl."""
-    loggers: list[Literal["wandb", "tensorboard"]] = Field(default=["wandb"])
-    """Where the rows of the JSONL files are shown as well: wandb (not with WANDB_MODE=disabled, unless run.wandb.mode is set), TensorBoard."""
-    wandb: WandbConfig = Field(default_factory=WandbConfig)
-    stop_at_step: int | None = Field(default=None, gt=0)
-    """Save and stop after this step; a later launch resumes from it."""
-    max_minutes: float | None = Field(default=None, gt=0)
-    """Save and stop before this many minutes have passed since the launch, for the time limit of a job; exit code 75."""
-    timeout_seconds: float = Field(default=600.0, gt=0)
-    """Heartbeat timeout of the watchdog: a rank that takes longer for a step, or to write its shard of a checkpoint, counts as hung, and the run ends."""
-    sdc_check_interval: int = Field(default=100, ge=0)
-    """Detection of silent data corruption: steps between comparisons of all ranks' weights (parallel.zero_stage 0). At stages 1 to 3 checksums of the optimizer state are compared at every step. 0: neither."""
-    abort_after_skips: int = Field(default=10, gt=0)
-    """End the run after this many skipped steps in a row."""
-    profile_steps: Annotated[tuple[int, int], Field(strict=False)] | None = None  # strictly, a list is no pair
-    """First and last step, as in the log, to trace with torch.profiler: one file per rank in profile/."""
-    on_config_change: Literal["refuse", "restart"] = "refuse"
-    """Behaviour when the run folder has a run with other settings or shards: `refuse` prints the differences and exits; `restart` renames the old folder and starts again."""
-
-    @property
-    def timeouts(self) -> Timeouts:
-        return Timeouts(self.timeout_seconds)
-
-    @model_validator(mode="after")
-    def _steps_in_order(self) -> "RunConfig":
-        if self.profile_steps and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
-            raise ValueError(
-                f"run.profile_steps {list(self.profile_steps)}: give the first and the last step, counted from 1"
-            )
-        return self
+from tost_lm.pretrain.sections import (
+    EvaluationConfig,
+    MemoryConfig,
+    RunConfig,
+    StageConfig,
+    TrainConfig,
+    TrainingDataConfig,
+    ValidationConfig,
+)
 
 
 class PretrainConfig(Section):
@@ -271,6 +44,9 @@ class PretrainConfig(Section):
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     run: RunConfig
+    stages: list[StageConfig] = Field(default_factory=list)
+    """Later stages of the run, in order."""
+    _first_step: int = PrivateAttr(default=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -291,7 +67,27 @@ class PretrainConfig(Section):
         obstacles = chain(self._obstacles_of_model(), self._obstacles_of_compiler(), self._obstacles_of_tiles())
         if obstacle := next(filter(None, obstacles), None):
             raise ValueError(obstacle)
+        self.in_stages()
         return self
+
+    def in_stages(self) -> "list[Stage]":
+        """The stages of the run, the first with the settings outside of [[stages]].
+
+        Raises:
+            ConfigError: the settings of a stage are invalid, or it does not follow the stage before it.
+        """
+        branch = step_of(self.train.branch_from or Path()) or 0
+        found = [Stage("start", self.model_copy(update={"stages": []}).from_step(branch), is_last=not self.stages)]
+        for stage in self.stages:
+            found[-1], following = found[-1].followed_by(stage)
+            found.append(following._replace(is_last=stage is self.stages[-1]))
+        return found
+
+    def from_step(self, step: int) -> "PretrainConfig":
+        """These settings, for a stage that starts after `step` steps of the run."""
+        copy = self.model_copy()
+        copy._first_step = step
+        return copy
 
     def _obstacles_of_model(self) -> Iterator[str | None]:
         """Problems of the model and its optimizer with their batches and ranks; None: there is none of a kind."""
@@ -371,9 +167,14 @@ class PretrainConfig(Section):
         return min(self.row_tokens, tile) if isinstance(tile, int) else self.row_tokens
 
     @property
+    def first_step(self) -> int:
+        """Steps of the run before this stage."""
+        return self._first_step
+
+    @property
     def own_steps(self) -> int:
-        """Steps of this run: of a branch, those after the step that its step folder is named after."""
-        return self.train.steps - (step_of(self.train.branch_from or Path()) or 0)
+        """Steps of this stage."""
+        return self.train.steps - self._first_step
 
     @property
     def last_step(self) -> int:
@@ -395,9 +196,10 @@ class PretrainConfig(Section):
             "memory": MemoryConfig(),
             "checkpoint": CheckpointConfig(),
             "run": RunConfig(name="any"),
+            "stages": [],
         }
         data = self.data.model_copy(update={"workers": 1})
-        optim = self.optim.model_copy(update={"warmup_steps": warmup_steps(self.optim, self.train.steps)})
+        optim = self.optim.model_copy(update={"warmup_steps": warmup_steps(self.optim, self.own_steps)})
         train = self.train.model_copy(update={"micro_batch_size": 1})
         # Initial weights may raise the context. Plugins are compared by the hashes of their texts.
         model = self.model.model_copy(update={"context_length": self.train.seq_len, "plugins": []})
@@ -435,6 +237,40 @@ class PretrainConfig(Section):
         larger = -(-batch // unit) * unit
         first = (more_sequence + settings(batch, fewer)).strip()
         return f"{first}, or train.global_batch_size={larger}{settings(larger, data_ranks)}"
+
+
+class Stage(NamedTuple):
+    """A part of a run with settings of its own."""
+
+    name: str
+    config: PretrainConfig
+    """All its settings; train.steps is its last step, counted over the run."""
+    is_last: bool = False
+
+    def followed_by(self, changes: StageConfig) -> "tuple[Stage, Stage]":
+        """This stage, which ends where the next one starts, and the next one. Raises ConfigError as `in_stages`."""
+        what, last = f"stage {changes.name}", self.config.train.steps
+        first = last if changes.from_step is None else changes.from_step
+        if not self.config.first_step < first <= last:
+            raise ConfigError(
+                f"{what}: from_step {first}: the stage before it, {self.name}, has steps "
+                f"{self.config.first_step + 1} to {last}; set a step after its first, up to {last}"
+            )
+        here = self.config.train.model_copy(update={"steps": first})
+        tree = self.config.model_dump(mode="json", exclude={"model": {"plugins"}, "stages": True})
+        tree = merged(PretrainConfig, tree, changes.changes)
+        if "warmup_steps" not in changes.optim:
+            tree["optim"]["warmup_steps"] = 0
+        if changes.tokens:
+            length = {name: value for name, value in tree["train"].items() if name != "steps"}
+            steps = first + validate(TrainConfig, {**length, "tokens": changes.tokens}, what).steps
+            tree["train"]["steps"] = steps
+        if tree["train"]["steps"] <= first:
+            raise ConfigError(f"{what}: it has no steps after step {first}; set its tokens or a larger train.steps")
+        config = validate(type(self.config), tree, what).from_step(first)
+        if obstacle := obstacle_to_schedule(config.optim, config.own_steps):
+            raise ConfigError(f"{what}: {obstacle}")
+        return Stage(self.name, self.config.model_copy(update={"train": here})), Stage(changes.name, config)
 
 
 def _with_model_of_weights(values: dict[str, Any]) -> dict[str, Any]:

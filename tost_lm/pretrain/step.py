@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
 from tost_lm.data.prefetch import MicroBatch
+from tost_lm.data.stages import StageRecord
 from tost_lm.errors import ConfigError, TrainingError
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.mesh import Mesh, World, all_reduce, max_over_ranks
@@ -99,8 +100,9 @@ def build_batches(
     mesh: Mesh,
     tiling: Tiling,
     documents: Literal["train", "valid"] = "train",
+    stages: Sequence[StageRecord] = (),
 ) -> TrainingBatches:
-    """This rank's shard of every batch. The held-out split has one batch, number 0.
+    """This rank's shard of every batch of a run with these stages so far. The held-out split has one batch, number 0.
 
     Raises:
         ConfigError: a corpus is shorter than a sequence.
@@ -116,6 +118,7 @@ def build_batches(
         seq_len=train.seq_len,
         ignored_label=IGNORED_LABEL,
         documents=documents,
+        stages=stages,
     )
 
 

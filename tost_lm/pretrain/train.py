@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER
 from tost_lm.checkpointing.run_lock import run_lock
-from tost_lm.data.loader import Corpora
 from tost_lm.data.prefetch import MicroBatch, prefetched
 from tost_lm.optim.settings import learning_rate
 from tost_lm.parallel.checksums import Checksums
@@ -18,7 +17,7 @@ from tost_lm.parallel.mesh import World, build_mesh, start_world, stop_world
 from tost_lm.parallel.watchdog import Heartbeat, watch_ranks
 from tost_lm.parallel.zero import check_deepspeed
 from tost_lm.pretrain.engine import build_training_engine, build_writer, set_matmul_precision, use_deterministic_kernels
-from tost_lm.pretrain.folder import log_end, open_folder
+from tost_lm.pretrain.folder import NEXT_STAGE, log_end, open_folder
 from tost_lm.pretrain.profiler import Profiler
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.spikes import SpikeGuard
@@ -32,23 +31,25 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: PretrainConfig,
-    corpora: Corpora,
+    run: PretrainConfig,
     start: StartPoint,
     graceful_stop: GracefulStop,
     evaluation: "TasksInTraining | None" = None,
 ) -> str:
-    """Train to `train.steps` or `run.stop_at_step`, from the checkpoint of `start` or from step 0.
+    """Train the stage of `start` to its last step or `run.stop_at_step`, from its checkpoint or from step 0.
 
     Args:
+        run: all settings of the run.
         evaluation: runs every `evaluation.every` steps; None: there is none.
 
     Returns:
-        The reason of a graceful stop, one of `graceful_stop.REASONS`; empty: there was none.
+        Why the launch ended: one of `graceful_stop.REASONS`, or NEXT_STAGE if another stage follows; empty: the run, or
+        what this launch does of it, is done.
 
     Raises:
         TrainingError: the run cannot continue, or its last validation loss is not finite.
     """
+    config = start.stage.config
     enable_flight_recorder(config.run_folder / FLIGHT_RECORDER)
     world = start_world(config.run.device, config.run.timeouts)
     set_matmul_precision(config.train.tf32, world.device)
@@ -58,10 +59,11 @@ def train(
             use_deterministic_kernels(config.model, world.device)
         if config.deepspeed:
             check_deepspeed(config.deepspeed, world.device.type)
-        require_same_start(config, corpora, start, evaluation.facts if evaluation else {})
+        require_same_start(start, evaluation.facts if evaluation else {})
         config = with_tile_size(config, world)
+        start = start._replace(stage=start.stage._replace(config=config))
         with run_lock(config.run_folder, world.rank) as check, explain_out_of_memory(config, heartbeat):
-            launch = Launch(config, corpora, start, graceful_stop, evaluation, world, heartbeat, check)
+            launch = Launch(run, start, graceful_stop, evaluation, world, heartbeat, check)
             stop_reason = launch.train()
             stop_world()
     return stop_reason
@@ -72,8 +74,7 @@ class Launch:
 
     def __init__(
         self,
-        config: PretrainConfig,
-        corpora: Corpora,
+        run: PretrainConfig,
         start: StartPoint,
         graceful_stop: GracefulStop,
         evaluation: "TasksInTraining | None",
@@ -83,12 +84,13 @@ class Launch:
     ) -> None:
         """Build what trains, with the values of `start`, and open the run folder."""
         warn = print if world.rank == 0 else lambda line: None
+        config, corpora, self.is_last_stage = start.stage.config, start.corpora, start.stage.is_last
         self.config, self.evaluation, self.heartbeat = config, evaluation, heartbeat
         self.mesh = build_mesh(world, config.parallel)
         self.tiling = tiling_of(config, self.mesh)
-        self.batches = build_batches(config, corpora, self.mesh, self.tiling)
+        self.batches = build_batches(config, corpora, self.mesh, self.tiling, stages=start.records)
         build = partial(build_training_engine, config, self.mesh)
-        self.engine, self.progress, start = start_engine(build, config, corpora, start, warn)
+        self.engine, self.progress, start = start_engine(build, run, start, warn)
         for reason in dict.fromkeys(block.mixer.missing_kernels() for block in self.engine.module.blocks):
             if reason:
                 warn(f"warning: layers of this model are slow here: {reason}")
@@ -96,23 +98,23 @@ class Launch:
         self.checksums = Checksums(self.engine, config.run.sdc_check_interval)
         self.profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
         self.validation = build_validation(config, corpora, self.mesh, self.tiling)
-        self.writer = build_writer(self.engine, config, corpora, check_folder, self.progress.step)
+        self.writer = build_writer(self.engine, run, start, check_folder, self.progress.step)
         self.stop = StopOfRanks(graceful_stop, world.size, lambda: self.writer.save_seconds)
-        self.metrics = open_folder(config, start, self.progress, world, heartbeat, self.tiling)
+        self.metrics = open_folder(run, start, self.progress, world, heartbeat, self.tiling)
         self.progress = replace(self.progress, wandb_run_id=self.metrics.wandb_run_id)
         check_folder()
         self.stop_reason = graceful_stop.start_training(self.stop.reason)  # a barrier, too: the run folder exists
 
     def train(self) -> str:
-        """Train step by step. Returns why the launch stopped early; empty: it did not."""
-        first, last, data_start = self.progress.step, self.config.last_step, self.progress.data_start
-        todo = range(first - data_start, (first if self.stop_reason else last) - data_start)
+        """Train step by step. Returns as `train`."""
+        first, last = self.progress.step, self.config.last_step
+        todo = range(first, first if self.stop_reason else last)
         self.heartbeat.record(first, "reading")
         workers = self.config.data.workers
         with prefetched(self.batches, todo, workers, self.mesh.device, self.stop.while_waiting) as numbered:
             try:
-                for number, micro_batches in numbered:
-                    self.step(data_start + number + 1, micro_batches)
+                for steps_before, micro_batches in numbered:
+                    self.step(steps_before + 1, micro_batches)
                     if self.is_over:
                         break
                     self.heartbeat.record(self.progress.step, "reading")
@@ -124,6 +126,8 @@ class Launch:
         self.heartbeat.record(self.progress.step, "leaving")
         self.writer.finish()
         self.profiler.close()
+        if self.progress.step == self.config.train.steps and not self.is_last_stage:
+            self.stop_reason = self.stop_reason or NEXT_STAGE
         log_end(self.config, self.progress, self.stop_reason, self.metrics)
         self.progress.require_finite_validation(self.config.train.steps, self.config.run_folder)
         return self.stop_reason
@@ -133,7 +137,7 @@ class Launch:
         config, due = self.config, self.is_due
         self.heartbeat.record(step - 1, "training")
         self.profiler.before_step(step)
-        lr = learning_rate(step - 1, config.train.steps, config.optim)
+        lr = learning_rate(step - 1 - config.first_step, config.own_steps, config.optim)
         outcome = train_step(
             self.engine, micro_batches, self.tiling, lr,
             self.guard.reason_to_skip, self.checksums.before_update, self.stop.check,
@@ -142,7 +146,7 @@ class Launch:
             self.checksums.check()  # a flipped bit may be the cause
         self.checksums.after_update(step)
         if outcome.reason_to_skip:
-            self.metrics.skipped(step, outcome.reason_to_skip, step - 1 - self.progress.data_start)
+            self.metrics.skipped(step, outcome.reason_to_skip)
         self.guard.record(outcome.loss, outcome.grad_norm, outcome.reason_to_skip, step)
         self.progress = replace(
             self.progress, step=step, updates=self.progress.updates + (not outcome.reason_to_skip),

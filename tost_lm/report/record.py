@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from tost_lm.checkpointing.format import MANIFEST, StoredTensors
+from tost_lm.checkpointing.format import MANIFEST, Progress, StoredTensors
 from tost_lm.checkpointing.run_folder import read_record
 from tost_lm.config import leaves, read_toml
+from tost_lm.data.stages import StageRecord, tokens_of
 from tost_lm.errors import ConfigError
 from tost_lm.files import regular_file
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
@@ -85,8 +86,12 @@ class RunRecord(EvaluatedModel):
     @property
     def tokens(self) -> int:
         """Training tokens of the checkpoint."""
-        train = self.config["train"]
-        return self.step * train["global_batch_size"] * train["seq_len"]
+        return tokens_of(self.stages, self.step)
+
+    @cached_property
+    def stages(self) -> tuple[StageRecord, ...]:
+        """The stages up to the checkpoint."""
+        return Progress.read(self.evaluated.checkpoint).stages
 
 
 def is_export(folder: Path) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tost_lm.checkpointing.format import MANIFEST, read_entries
 from tost_lm.config import validate
+from tost_lm.data.stages import steps_of, tokens_of
 from tost_lm.errors import DataError
 from tost_lm.files import sha256_file
 from tost_lm.inference.evaluated import SAMPLE
@@ -68,17 +69,37 @@ def overview(run: RunRecord) -> str:
         ("steps", f"{run.step:,} of {train['steps']:,}"),
         ("training tokens", f"{run.tokens:,}"),
     ]
-    earlier_steps = 0
+    earlier = 0
     if branch := run.branch:
-        earlier_steps = branch["step"]
+        earlier = tokens_of(run.stages, branch["step"])
         rows.append(("branch of", f"{branch['folder']}, data {branch['data']}"))
     if run.metrics:
         seconds = run.metrics[-1]["seconds"]
-        tokens = run.metrics[-1]["tokens"] - earlier_steps * train["global_batch_size"] * train["seq_len"]
+        tokens = run.metrics[-1]["tokens"] - earlier
         rows.append(("training time", f"{seconds:,.0f} s"))
         rows.append(("mean throughput", f"{tokens / seconds:,.0f} tokens/s"))
     shown = [(name, redact_text(value)) for name, value in rows]
-    return f"## Overview\n\n{table(('property', 'value'), shown)}"
+    return f"## Overview\n\n{table(('property', 'value'), shown)}{_stages(run)}"
+
+
+def _stages(run: RunRecord) -> str:
+    """A table of the stages; nothing for a run of one."""
+    if len(run.stages) < 2:
+        return ""
+    names = ("stage", "steps", "tokens", "sequence", "batch", "packing", "data")
+    rows = [
+        (
+            stage.name,
+            f"{stage.first_step + 1:,} to {stage.first_step + steps:,}",
+            f"{steps * stage.batch_tokens:,}",
+            f"{stage.seq_len:,}",
+            f"{stage.global_batch_size:,}",
+            stage.packing,
+            redact_text(", ".join(f"{source.weight:.1%} {source.folder}" for source in stage.sources)),
+        )
+        for stage, steps in steps_of(run.stages, run.step)
+    ]
+    return f"\n\n{table(names, rows)}"
 
 
 def software(run: RunRecord) -> str:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hand_made import hand_made
 
-from tost_lm.data.loader import BatchShard, Corpora, Packing, TrainingBatches, context_shares, context_sizes
+from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches, context_shares, context_sizes
 from tost_lm.data.samples import PackedSamples
+from tost_lm.data.stages import Packing
 
 LENGTHS = [1 + 37 * i % 49 for i in range(60)]
 IGNORED = -100

@@ -10,9 +10,10 @@ import torch
 from hand_made import EOT, hand_made
 
 from tost_lm.data import loader
-from tost_lm.data.loader import BatchShard, Corpora, Packing, TrainingBatches
+from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
 from tost_lm.data.prefetch import micro_batches
 from tost_lm.data.shards import Concatenation
+from tost_lm.data.stages import Packing
 from tost_lm.errors import ConfigError
 from tost_lm.ops.layout import SequenceSplit
 

@@ -17,8 +17,9 @@ import torch
 from hand_made import hand_made
 
 from tost_lm.data import prefetch
-from tost_lm.data.loader import BatchShard, Corpora, Packing, TrainingBatches
+from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
 from tost_lm.data.prefetch import prefetched
+from tost_lm.data.stages import Packing
 from tost_lm.errors import DataError
 
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from stage_records import FINGERPRINT, recorded
 
 import tost_lm
 from tost_lm.checkpointing.format import Progress, verify_checkpoint, write_checkpoint
@@ -47,7 +48,7 @@ def make_run(make_export: Callable[..., Path], tokenizer: Tokenizer, tmp_path: P
 
         def write_training(folder: Path) -> None:
             (folder / "config.toml").write_text(to_toml(config))
-            Progress(4, 3, shards_fingerprint=SHA256, tokenizer_sha256=tokenizer.sha256).write(folder)
+            Progress(4, 3, tokenizer_sha256=tokenizer.sha256, stages=(recorded(config),)).write(folder)
 
         write_checkpoint(step_folder(run, 4), model.config, model.state_dict(), tokenizer, write_training)
         (run / "config.toml").write_text(to_toml(config))
@@ -121,17 +122,17 @@ def test_a_card_states_the_record_of_the_run(make_run: Callable[..., Path], tmp_
     training = rows_of(text, "Training")
     assert training == {
         "run": ["tiny"],
-        "steps": ["4 of 8, 3 applied by the optimizer"],
+        "steps": ["4, 3 applied by the optimizer"],
         "training tokens": ["256"],
-        "batch": ["4 sequences of 16 tokens"],
-        "data": ["data/shards"],
-        "data fingerprint": [f"SHA-256 {SHA256}"],
-        "document packing": ["concatenated"],
         "optimizer": ["AdamW, betas 0.9 and 0.95, weight decay 0.1, gradient clipping 1.0"],
-        "schedule": ["cosine, learning rate 0.01 to 0.001, 2 warm-up steps"],
         "precision": ["bfloat16; statistics, losses and optimizer state float32"],
         "seed": ["0"],
         "start": ["weights drawn at random"],
+        "stage start": [
+            "4 of 8 steps of 4 sequences of 16 tokens, concatenated, cosine, learning rate 0.01 to 0.001, "
+            "2 warm-up steps; 100.0% data/shards"
+        ],
+        "data 1": [f"data/shards: 1,000 tokens, read 0.256 times, SHA-256 {FINGERPRINT}"],
         "device": ["cuda"],
         "parallel layout": ["tensor 1 × sequence 2 × data 4, ZeRO stage 2"],
         "versions": ["tost_lm 0.1.0, Python 3.11.7, torch 2.11.0"],
@@ -182,9 +183,8 @@ def test_branches_mixtures_and_initial_weights(make_run: Callable[..., Path]):
     origin = {"folder": trunk, "data": "continued", "manifest_sha256": SHA256}
     write_rows(run / "events.jsonl", [{"event": "branched", "step": 3, **origin}])
     rows = rows_of(model_card(step_folder(run, 4), run=run), "Training")
-    assert rows["training tokens after the branch"] == ["64"]
     assert rows["start"] == [f"branch of {trunk}; manifest SHA-256 {SHA256}"]
-    assert rows["data"] == ["75.0% data/b, 25.0% data/a"]
+    assert rows["stage start"][0].endswith("; 75.0% data/b, 25.0% data/a")
 
 
 def test_secrets_are_redacted(make_run: Callable[..., Path], tmp_path: Path):

@@ -157,7 +157,7 @@ def test_a_branch_has_the_steps_after_its_checkpoint(tmp_path: Path):
     chosen = [
         read(tmp_path, data, *words) for words in ((), (f"train.branch_from={step}",), ("train.branch_from=x/tost",))
     ]
-    assert [config.own_steps for config in chosen] == [9, 5, 9]
+    assert [config.in_stages()[0].config.own_steps for config in chosen] == [9, 5, 9]
 
 
 def test_the_files_of_test_sets_read_back(tmp_path: Path):

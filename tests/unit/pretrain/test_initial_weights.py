@@ -16,7 +16,7 @@ from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.files import sha256_file
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.pretrain.start import find_initial_weights
+from tost_lm.pretrain.start import InitialWeights, find_start
 
 MODEL: dict[str, Any] = {"preset": "tost-base", "layers": 1, "heads": 1, "width": 4, "vocab_size": 300}
 
@@ -24,7 +24,7 @@ MODEL: dict[str, Any] = {"preset": "tost-base", "layers": 1, "heads": 1, "width"
 def config(model: dict[str, Any], initial_weights: Path | None) -> PretrainConfig:
     train = {"steps": 9, "global_batch_size": 1, "micro_batch_size": 1, "seq_len": 8}
     tree = {
-        "model": model, "data": {"folder": "shards"}, "run": {"name": "r"},
+        "model": model, "data": {"folder": "shards"}, "run": {"name": "r", "folder": "nowhere"},
         "train": {**train, **({"initial_weights": str(initial_weights)} if initial_weights else {})},
     }  # fmt: skip
     return validate(PretrainConfig, tree, "test")
@@ -37,28 +37,32 @@ def corpora(tmp_path: Path) -> Corpora:
     return Corpora([shards], [1.0])
 
 
+def weights(config: PretrainConfig, corpora: Corpora) -> InitialWeights | None:
+    return find_start(config, open_corpora=lambda folders: corpora).initial_weights
+
+
 def test_weights_of_this_model_and_tokenizer_are_found_in_a_run(tmp_path: Path, corpora: Corpora):
-    assert find_initial_weights(config(MODEL, None), corpora) is None
+    assert weights(config(MODEL, None), corpora) is None
     step = tmp_path / "run/checkpoints/step_00000005"
     torch.manual_seed(0)
     shape = validate(ModelConfig, MODEL, "test")
     write_checkpoint(step, shape, TostLM(shape).state_dict(), corpora.tokenizer())
     for path in (tmp_path / "run", step):
-        found = find_initial_weights(config(MODEL, path), corpora)
+        found = weights(config(MODEL, path), corpora)
         assert found == (step, sha256_file(step / "manifest.json"), None)
     # What a preset fills in may be written out instead; nothing else may differ, whatever it changes in the weights.
     written_out = {**shape.model_dump(mode="json"), "preset": None}
-    assert find_initial_weights(config(written_out, step), corpora) is not None
+    assert weights(config(written_out, step), corpora) is not None
     with pytest.raises(ConfigError) as error:
-        find_initial_weights(config({**MODEL, "layer_scale": 0.5, "max_positions": 2048}, step), corpora)
+        weights(config({**MODEL, "layer_scale": 0.5, "max_positions": 2048}, step), corpora)
     assert str(error.value).splitlines()[1:] == ["model.max_positions: 1024 → 2048", "model.layer_scale: 1e-05 → 0.5"]
 
     other = SentencePieceTokenizer(train_sentencepiece(["of a few other words"] * 40, 270))
     write_checkpoint(tmp_path / "other", shape, TostLM(shape).state_dict(), other)
     with pytest.raises(DataError, match="other: its tokenizer is not that of the shards in shards"):
-        find_initial_weights(config(MODEL, tmp_path / "other"), corpora)
+        weights(config(MODEL, tmp_path / "other"), corpora)
     with pytest.raises(CheckpointError, match="no such folder"):
-        find_initial_weights(config(MODEL, tmp_path / "nowhere"), corpora)
+        weights(config(MODEL, tmp_path / "nowhere"), corpora)
 
 
 def test_the_weights_are_a_part_of_what_is_trained(tmp_path: Path):

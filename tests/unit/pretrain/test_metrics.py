@@ -4,11 +4,13 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from stage_records import recorded
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
@@ -55,7 +57,7 @@ def evaluation_row(step: int) -> dict[str, Any]:
 
 
 def test_z_loss_is_logged_apart_from_the_loss(capsys: pytest.CaptureFixture[str]):
-    metrics = Metrics(config(z_loss=1e-4), None, 1, CPU)
+    metrics = Metrics(config(z_loss=1e-4), Progress(0, 0), 1, CPU)
     metrics.step(5, 2.0, 5e-4, 0.25, 0.0123)
     metrics.close()
     [row] = rows("metrics")
@@ -64,7 +66,7 @@ def test_z_loss_is_logged_apart_from_the_loss(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_row_holds_what_follows_from_its_step(capsys: pytest.CaptureFixture[str]):
-    metrics = Metrics(config(), None, 2, CPU)
+    metrics = Metrics(config(), Progress(0, 0, stages=(recorded(config()),)), 2, CPU)
     metrics.step(1, 3.0, 1e-3, 0.5)
     metrics.step(5, 2.0, 5e-4, 0.25)
     metrics.close()
@@ -85,7 +87,7 @@ def test_a_row_holds_what_follows_from_its_step(capsys: pytest.CaptureFixture[st
 
 
 def test_pauses_are_time_of_the_run_but_not_of_its_tokens():
-    metrics = Metrics(config(), None, 1, CPU)
+    metrics = Metrics(config(), Progress(0, 0), 1, CPU)
     for _ in range(2):
         with metrics.paused():
             time.sleep(0.2)
@@ -97,7 +99,7 @@ def test_pauses_are_time_of_the_run_but_not_of_its_tokens():
 
 
 def test_a_resumed_run_drops_every_row_after_its_checkpoint():
-    metrics = Metrics(config(), None, 1, CPU)
+    metrics = Metrics(config(), Progress(0, 0), 1, CPU)
     for step in range(1, 10):
         metrics.step(step, 3.0, 1e-3, 0.5)
     for step in (4, 8):
@@ -123,9 +125,10 @@ def test_a_resumed_run_drops_every_row_after_its_checkpoint():
 
 
 def test_a_branch_with_other_data_counts_the_samples_of_that_data():
-    progress = Progress(5, 5, data_start=3)
+    trunk = recorded(config())
+    progress = Progress(5, 5, stages=(trunk, replace(trunk, first_step=3, seq_len=16)))
     metrics = Metrics(config(), progress, 1, CPU, branch={"folder": "runs/trunk/checkpoints/step_00000003"})
-    metrics.skipped(6, "loss is inf", 5 - progress.data_start)
+    metrics.skipped(6, "loss is inf")
     metrics.close()
     branched, skipped = rows("events")
     assert (branched["step"], branched["event"]) == (5, "branched")
@@ -134,7 +137,7 @@ def test_a_branch_with_other_data_counts_the_samples_of_that_data():
 
 
 def test_the_headline_of_a_test_set_is_printed(capsys: pytest.CaptureFixture[str]):
-    metrics = Metrics(config(), None, 1, CPU)
+    metrics = Metrics(config(), Progress(0, 0), 1, CPU)
     metrics.evaluation(evaluation_row(4))
     metrics.close()
     line = "step 4/20  lambada_openai@lm-eval  accuracy 0.25 ± 0.012346"
@@ -146,14 +149,14 @@ def test_the_headline_of_a_test_set_is_printed(capsys: pytest.CaptureFixture[str
     ("loss", "words"), [(2.5, "loss 2.5000  perplexity 12.18"), (800.0, "loss 800.0000  perplexity inf")]
 )
 def test_a_validation_is_logged_with_its_perplexity(loss: float, words: str):
-    metrics = Metrics(config(), None, 1, CPU)
+    metrics = Metrics(config(), Progress(0, 0), 1, CPU)
     metrics.validation(validation_row(4) | {"loss": loss})
     metrics.close()
     assert (FOLDER / "log.txt").read_text().endswith(f"step 4/20  validation {words}\n")
 
 
 def test_what_is_not_finite_is_null_in_json():
-    metrics = Metrics(config(), None, 1, CPU)
+    metrics = Metrics(config(), Progress(0, 0), 1, CPU)
     metrics.step(1, float("inf"), 1e-3, float("nan"))
     metrics.validation(validation_row(1) | {"loss": float("nan"), "loss_by_position": [float("nan")]})
     metrics.close()
@@ -162,7 +165,7 @@ def test_what_is_not_finite_is_null_in_json():
 
 
 def test_the_id_in_wandb_is_kept_while_wandb_is_disabled():
-    for progress, run_id in ((None, ""), (Progress(5, 5, wandb_run_id="abc"), "abc")):
+    for progress, run_id in ((Progress(0, 0), ""), (Progress(5, 5, wandb_run_id="abc"), "abc")):
         metrics = Metrics(config(), progress, 1, CPU)
         assert metrics.wandb_run_id == run_id
         metrics.close()

@@ -27,7 +27,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs/r").mkdir(parents=True)
 
 
-def open_metrics(progress: Progress | None, **run: Any) -> Metrics:
+def open_metrics(progress: Progress, **run: Any) -> Metrics:
     settings = settings_of(**{"loggers": ["tensorboard"], **run})
     return Metrics(validate(WithSecret, settings, "test"), progress, 1, torch.device("cpu"))
 
@@ -46,7 +46,7 @@ def shown() -> dict[str, dict[int, float]]:
 
 
 def test_a_run_that_was_killed_and_resumed_shows_each_step_once():
-    log_steps(open_metrics(None), 1, 9, math.inf)  # killed: not closed
+    log_steps(open_metrics(Progress(0, 0)), 1, 9, math.inf)  # killed: not closed
     resumed = open_metrics(Progress(5, 5))
     log_steps(resumed, 6, 12, math.inf)
     resumed.close()
@@ -61,15 +61,15 @@ def test_a_run_that_was_killed_and_resumed_shows_each_step_once():
 
 
 def test_a_run_that_restarts_before_its_first_checkpoint_shows_its_new_steps():
-    log_steps(open_metrics(None), 1, 9)
-    again = open_metrics(None)
+    log_steps(open_metrics(Progress(0, 0)), 1, 9)
+    again = open_metrics(Progress(0, 0))
     log_steps(again, 1, 2)
     again.close()
     assert shown()["lr"].keys() == {1, 2}
 
 
 def test_a_logger_that_is_added_later_shows_the_earlier_steps():
-    first = open_metrics(None, loggers=[])
+    first = open_metrics(Progress(0, 0), loggers=[])
     log_steps(first, 1, 4)
     first.close()
     assert not FOLDER.exists()
@@ -81,7 +81,7 @@ def test_a_logger_that_is_added_later_shows_the_earlier_steps():
 
 
 def test_the_settings_are_recorded_without_secrets():
-    open_metrics(None).close()
+    open_metrics(Progress(0, 0)).close()
     data = b"".join(file.read_bytes() for file in FOLDER.iterdir())
     assert b"planted-user" in data
     assert SECRET.encode() not in data
@@ -89,7 +89,7 @@ def test_the_settings_are_recorded_without_secrets():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
 def test_training_goes_on_when_the_event_file_cannot_be_written():
-    metrics = open_metrics(None)
+    metrics = open_metrics(Progress(0, 0))
     log_steps(metrics, 1, 2)
     shutil.rmtree(FOLDER)
     log_steps(metrics, 3, 8)

@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs/r"
 
 
-def open_metrics(progress: Progress | None, **run: Any) -> Metrics:
+def open_metrics(progress: Progress, **run: Any) -> Metrics:
     settings = settings_of(**run)
     config = validate(PretrainConfig, settings, "test")
     write_run_folder(config, world_size=1, device="cpu")
@@ -44,7 +44,7 @@ def open_metrics(progress: Progress | None, **run: Any) -> Metrics:
 
 def train_until_killed() -> None:
     """A process of its own: steps 1 to 9, and no end."""
-    metrics = open_metrics(None)
+    metrics = open_metrics(Progress(0, 0))
     log_steps(metrics, 1, 9)
     print("id", metrics.wandb_run_id, flush=True)
     signal.pause()
@@ -90,7 +90,7 @@ def test_a_run_that_was_killed_and_resumed_is_one_run(folder: Path):
 
 def test_a_run_without_wandb_so_far_gets_its_earlier_rows(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    first = open_metrics(None)
+    first = open_metrics(Progress(0, 0))
     log_steps(first, 1, 5)
     first.close()
     assert histories(folder) == {}
@@ -103,7 +103,7 @@ def test_a_run_without_wandb_so_far_gets_its_earlier_rows(folder: Path, monkeypa
 
 
 def test_training_goes_on_when_the_process_of_wandb_is_killed(folder: Path, capfd: pytest.CaptureFixture[str]):
-    metrics = open_metrics(None)
+    metrics = open_metrics(Progress(0, 0))
     (core,) = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
     core.kill()
     step = 0
@@ -121,7 +121,7 @@ def test_a_mode_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_MODE", "sometimes")
     fix = "set WANDB_MODE to offline, or leave wandb out of run.loggers"
     with pytest.raises(ConfigError, match=rf"\AWANDB_MODE=sometimes: .*; {fix}\Z"):
-        open_metrics(None)
+        open_metrics(Progress(0, 0))
 
 
 def test_settings_say_where_wandb_shows_the_run_and_overrule_its_environment(
@@ -134,7 +134,7 @@ def test_settings_say_where_wandb_shows_the_run_and_overrule_its_environment(
         ({**shown, "mode": "offline"}, "disabled", ("tssa", "lab", "ablation")),
     ]):  # fmt: skip
         monkeypatch.setenv("WANDB_MODE", mode) if mode else monkeypatch.delenv("WANDB_MODE", raising=False)
-        metrics = open_metrics(None, wandb=settings)
+        metrics = open_metrics(Progress(0, 0), wandb=settings)
         metrics.close()
         (file,) = folder.glob(f"wandb/offline-run-*/run-{metrics.wandb_run_id}.wandb")
         run = run_of(file)
@@ -146,13 +146,13 @@ def test_online_without_a_login_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # no server, and no login for it
     fix = "set run.wandb.mode to offline, or leave wandb out of run.loggers"
     with pytest.raises(ConfigError, match=rf"\Arun.wandb.mode=online: .*; {fix}\Z"):
-        open_metrics(None, wandb={"mode": "online"})
+        open_metrics(Progress(0, 0), wandb={"mode": "online"})
 
 
 @pytest.mark.parametrize("wandb", [{"mode": "sometimes"}, {"project": "a/b"}])
 def test_a_wrong_setting_of_wandb_is_refused_before_the_run(wandb: dict[str, str]):
     with pytest.raises(ConfigError, match=rf"run.wandb.{next(iter(wandb))}"):
-        open_metrics(None, wandb=wandb)
+        open_metrics(Progress(0, 0), wandb=wandb)
 
 
 def wait_until_wandb_is_gone(folder: Path) -> None:

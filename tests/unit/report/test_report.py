@@ -8,10 +8,12 @@ import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
+from stage_records import progress
 from wandb_files import history
 
 from tost_lm.checkpointing.format import write_checkpoint
@@ -279,14 +281,16 @@ def test_tasks_name_their_checkpoints(run_folder):
     assert f"tost eval {run_folder} vt@own-words" in text
 
 
-def test_a_short_run_is_called_a_smoke_run(run_folder):
+def test_a_short_run_is_called_a_smoke_run(run_folder, make_model, tokenizer):
     page = text_of(run_folder)
     # 100 steps of 2 · 16 tokens; embedding, 2 blocks of mixer, MLP, norms and LayerScale, final norm
     block = 2 * 16 * 16 + 2 + 2 * 16 + 8 * 16 * 16 + 4 * 16
     parameters = 330 * 16 + 2 * block + 16
     assert f"smoke run, not a benchmark. It has 3,200 training tokens for {parameters:,} parameters" in page.text
-    config = run_folder / "config.toml"
-    config.write_text(config.read_text().replace("global_batch_size = 2", "global_batch_size = 2000"))
+    (step,) = (run_folder / "checkpoints").iterdir()
+    rmtree(step)
+    model = make_model(vocab_size=tokenizer.vocab_size)
+    write_checkpoint(step, model.config, model.state_dict(), tokenizer, progress(100, 2000, 16).write)
     assert "smoke" not in text_of(run_folder).text
 
 
@@ -441,7 +445,13 @@ def test_each_test_set_has_a_row(run_folder):
 
 def test_a_model_of_unlimited_length_may_score_a_text(run_folder, make_model, tokenizer):
     model = make_model(vocab_size=tokenizer.vocab_size, positions="none", tssa={"denom_bias": "none"})
-    write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
+    write_checkpoint(
+        run_folder / "checkpoints" / "step_00000200",
+        model.config,
+        model.state_dict(),
+        tokenizer,
+        progress(200, 2, 16).write,
+    )
     assert f"tost eval {run_folder} text text.file=PATH" in text_of(run_folder).text
 
 

@@ -13,10 +13,11 @@ from typing import NoReturn, get_args
 import numpy as np
 
 from tost_lm.config import run_program
-from tost_lm.data.loader import Packing, context_shares, context_sizes
+from tost_lm.data.loader import context_shares, context_sizes
 from tost_lm.data.settings import InspectConfig, InspectShardsConfig
 from tost_lm.data.shard_format import SPLITS
 from tost_lm.data.shards import Shards, length_histogram, token_counts
+from tost_lm.data.stages import Packing
 from tost_lm.errors import printable
 
 BAR = 40

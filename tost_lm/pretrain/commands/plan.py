@@ -36,10 +36,21 @@ Row = tuple[str, str, str]
 
 
 def main(path: Path, config: PlanConfig) -> None:
+    if warning := changed_tokens(path, config):
+        print(f"warning: {warning}", file=sys.stderr)
+    for stage in config.in_stages():
+        if config.stages:
+            print(f"\n## Stage {stage.name}: steps {stage.config.first_step + 1:,} to {stage.config.train.steps:,}\n")
+        assert isinstance(stage.config, PlanConfig)
+        _print_stage(stage.config)
+
+
+def _print_stage(config: PlanConfig) -> None:
+    """Raises ConfigError if the stage does not fit."""
     config = plan_fit.complete(config)
     context, too_short = context_row(config)
-    for warning in filter(None, (changed_tokens(path, config), too_short)):
-        print(f"warning: {warning}", file=sys.stderr)
+    if too_short:
+        print(f"warning: {too_short}", file=sys.stderr)
     resources = [row for kind in (memory_rows, traffic_rows, time_rows, disk_rows) for row in kind(config)]
     print(markdown([("", "", "details"), *model_rows(config), context, *resources]))
     if problem := plan_fit.memory_problem(config):

@@ -23,7 +23,8 @@ from tost_lm.pretrain.settings import PretrainConfig
 def main(path: Path, config: PretrainConfig) -> None:
     if not find_spec("psutil"):
         raise ConfigError(f"psutil is not installed; {install_hint('train')}")
-    ranks = ranks_of_launch(config.parallel.model_ranks, config.launch, config.run.device)
+    stages = [stage.config for stage in config.in_stages()]
+    ranks = ranks_of_launch(max(stage.parallel.model_ranks for stage in stages), config.launch, config.run.device)
     start_ranks("preflight", ranks)
     from tost_lm.data.prefetch import shared_memory_bytes
     from tost_lm.parallel.agreement import error_of_all_ranks
@@ -32,11 +33,11 @@ def main(path: Path, config: PretrainConfig) -> None:
     result = check_nodes(
         config,
         device=config.run.device,
-        shards_folders=config.data.folders,
+        shards_folders=list(dict.fromkeys(folder for stage in stages for folder in stage.data.folders)),
         runs_folder=config.run_folder.parent,
         disk_bytes=disk_bytes(config),
         shared_memory_bytes=shared_memory_bytes(
-            config.batch_tokens * config.parallel.tensor // ranks, config.data.workers
+            max(stage.batch_tokens * stage.parallel.tensor for stage in stages) // ranks, config.data.workers
         ),
     )
     if os.environ.get("RANK", "0") == "0":

@@ -9,7 +9,8 @@ Input: shard folders. Output: runs/NAME (run.folder, run.name) with config.toml,
 validation.jsonl, evaluations.jsonl, events.jsonl, heartbeats/, wandb/ (see run.wandb), tensorboard/ (with run.loggers)
 and checkpoints/. A run with a checkpoint resumes from the newest valid one. SIGTERM, SIGUSR1, a first
 Ctrl-C and the end of run.max_minutes request a graceful stop: all ranks save a checkpoint after the current micro-batch
-and exit with 75. A second Ctrl-C ends at once.
+and exit with 75. A second Ctrl-C ends at once. Each of the [[stages]] of a run ends with a checkpoint and starts in new
+processes; ranks of torchrun exit with 76, and the same command goes on.
 """
 
 import os
@@ -22,7 +23,7 @@ from tost_lm.checkpointing.format import Progress, read_model_config
 from tost_lm.config import EXIT_STOPPED, ignore_output_errors, run_program
 from tost_lm.data.tokenizers import LosslessTokenizer
 from tost_lm.errors import ConfigError, install_hint
-from tost_lm.parallel.launch import ranks_of_launch, start_ranks
+from tost_lm.parallel.launch import end_for_next_stage, ranks_of_launch, start_ranks
 from tost_lm.pretrain.loggers import loggers_in_use
 from tost_lm.pretrain.settings import PretrainConfig
 
@@ -34,46 +35,54 @@ if TYPE_CHECKING:
 
 def main(path: Path, config: PretrainConfig) -> None:
     ignore_output_errors()  # log.txt has the lines
-    ranks = ranks_of_launch(config.parallel.model_ranks, config.launch, config.run.device)
-    config.accumulation(ranks)  # reports a bad batch size before anything is loaded
+    model_ranks = max(stage.config.parallel.model_ranks for stage in config.in_stages())
+    ranks = ranks_of_launch(model_ranks, config.launch, config.run.device)
+    for stage in config.in_stages():
+        stage.config.accumulation(ranks)  # reports a bad batch size before anything is loaded
     for package in ["deepspeed", "psutil", *loggers_in_use(config.run)]:
         if not find_spec(package):
             extra = "tensorboard" if package == "tensorboard" else "train"
             raise ConfigError(f"training needs {package}; {install_hint(extra)}")
     start_ranks("train", ranks)
-    from tost_lm.data.loader import Corpora
     from tost_lm.parallel.graceful_stop import GracefulStop
-    from tost_lm.pretrain.step import check_vocabulary
 
     graceful_stop = GracefulStop(config.run.max_minutes)
     graceful_stop.install_handlers()
+    from tost_lm.pretrain.folder import NEXT_STAGE
     from tost_lm.pretrain.start import find_start  # imports torch, which takes seconds
+    from tost_lm.pretrain.step import check_vocabulary
 
-    corpora = Corpora.open(config.data.folders)
     log = print if os.environ.get("RANK", "0") == "0" else lambda line: None
-    start = find_start(config, corpora, log)
-    if _is_done(config, start):  # no engine will read and hash the shards
-        start = find_start(config, corpora, log, hash_shards=True)
-    if start.resume_from and _is_done(config, start):
+    start = find_start(config, log)
+    if _is_done(start):  # no engine will read and hash the shards
+        start = find_start(config, log, hash_shards=True)
+    stage = start.stage.config
+    if start.resume_from and _is_done(start):
         progress = Progress.read(start.resume_from)
-        progress.require_finite_validation(config.train.steps, config.run_folder)
-        early = ": validation.stop_after has ended the run" if config.stops_early(progress) else ""
-        log(f"reusing {start.resume_from}: nothing is left to train up to step {config.last_step}{early}")
+        progress.require_finite_validation(stage.train.steps, stage.run_folder)
+        early = ": validation.stop_after has ended the run" if stage.stops_early(progress) else ""
+        log(f"reusing {start.resume_from}: nothing is left to train up to step {stage.last_step}{early}")
         return
     if start.weights_from:
-        config = config.with_context_of(read_model_config(start.weights_from))
-    check_vocabulary(config, corpora)
-    evaluation = find_evaluation(config, corpora)
+        stage = stage.with_context_of(read_model_config(start.weights_from))
+        start = start._replace(stage=start.stage._replace(config=stage))
+    check_vocabulary(stage, start.corpora)
+    evaluation = find_evaluation(stage, start.corpora)
     from tost_lm.pretrain.train import train
 
-    if train(config, corpora, start, graceful_stop, evaluation):
+    reason = train(config, start, graceful_stop, evaluation)
+    if reason == NEXT_STAGE:
+        end_for_next_stage("train")
+    if reason:
         sys.exit(EXIT_STOPPED)
 
 
-def _is_done(config: PretrainConfig, start: "StartPoint") -> bool:
+def _is_done(start: "StartPoint") -> bool:
     if start.resume_from is None:
         return False
-    progress = Progress.read(start.resume_from)
+    progress, config = Progress.read(start.resume_from), start.stage.config
+    if len(progress.stages) < len(start.records):
+        return progress.step >= config.last_step  # run.stop_at_step
     return progress.step >= config.last_step or config.stops_early(progress)
 
 

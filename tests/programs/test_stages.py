@@ -1,0 +1,195 @@
+"""A run of several stages: each has its settings, all have one optimizer, one folder and one command."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from forked import Forked
+from programs import curve, refusal, run, snapshot, weights, write_corpus
+
+from tost_lm.checkpointing.format import Progress, StoredTensors
+from tost_lm.checkpointing.run_folder import step_folder
+from tost_lm.files import read_rows
+from tost_lm.testing import FLOAT32_REORDERED
+
+STAGES = """
+[[stages]]
+name = "longer"
+from_step = 4
+train.seq_len = 128
+train.global_batch_size = 2
+optim.lr = 5e-3
+data.mixture = { "out/shards" = 3, "other" = 1 }
+{longer}
+[[stages]]
+name = "longest"
+tokens = 1024
+train.seq_len = 256
+data.packing = "best-fit"
+optim.warmup_steps = 1
+memory.tile_tokens = 64
+{longest}
+"""
+MODEL = ["model.positions=none", "model.pattern=DA", "model.softmax.rope_theta=1e4"]
+
+
+def write_recipe(folder: Path, name: str, longer: str = "", longest: str = "") -> None:
+    stages = STAGES.replace("{longer}", longer).replace("{longest}", longest)
+    text = (folder / "run.toml").read_text() + stages
+    (folder / name).write_text(text.replace("interval = 4", "interval = 2").replace("steps = 12", "steps = 8"))
+
+
+@pytest.fixture(scope="module")
+def place(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shard folders, recipes of three stages, and the run `whole`."""
+    folder = tmp_path_factory.mktemp("stages")
+    shutil.copy(prepared / "run.toml", folder)
+    (folder / "out").symlink_to(prepared / "out")
+    write_corpus(folder / "other.jsonl", documents=20, words=200)
+    (folder / "other.toml").write_text(
+        '[corpus]\nsource = "other.jsonl"\n[tokenizer]\npath = "out/tokenizer.model"\n[shards]\nfolder = "other"\n'
+    )
+    run("tost prepare shards", "other.toml", cwd=folder)
+    write_recipe(folder, "stages.toml")
+    write_recipe(folder, "layouts.toml", "parallel.tensor = 2", "parallel.tensor = 1\nparallel.sequence = 2")
+    train(folder, "whole")
+    return folder
+
+
+def train(folder: Path, name: str, *words: str, recipe: str = "stages.toml") -> str:
+    return run("tost train", recipe, f"run.name={name}", *MODEL, *words, cwd=folder)
+
+
+def refused(folder: Path, name: str, *words: str, recipe: str = "stages.toml") -> str:
+    before = snapshot(folder / "runs" / name)
+    error = refusal("tost train", recipe, f"run.name={name}", *MODEL, *words, cwd=folder)
+    assert snapshot(folder / "runs" / name) == before
+    return error
+
+
+@pytest.mark.quick
+def test_one_command_trains_all_stages(place: Path):
+    steps = curve(place, "whole")
+    assert [row[0] for row in steps] == [*range(1, 11)]
+    assert [row[4] for row in steps] == [256 * n for n in range(1, 9)] + [2560, 3072]
+    events = [row for row in read_rows(place / "runs/whole/events.jsonl") if row["event"] == "stage"]
+    assert [(row["step"], row["name"]) for row in events] == [(4, "longer"), (8, "longest")]
+    rates = [row[3] for row in steps]
+    assert rates[4] == 5e-3  # no warm-up
+    assert rates[8] == 2.5e-3  # a warm-up of one step
+    assert rates[3] == pytest.approx(6e-5)  # each schedule ends with its stage
+    assert rates[7] == pytest.approx(6e-5)
+    progress = Progress.read(step_folder(place / "runs/whole", 10))
+    assert [(stage.name, stage.first_step, stage.seq_len) for stage in progress.stages] == [
+        ("start", 0, 64), ("longer", 4, 128), ("longest", 8, 256),
+    ]  # fmt: skip
+    card = (step_folder(place / "runs/whole", 10) / "README.md").read_text()
+    assert "| trained context | 256 tokens |" in card
+    assert (
+        "| stage longer | 4 of 4 steps of 2 sequences of 128 tokens, concatenated, cosine, learning rate 0.005" in card
+    )
+    assert "reusing" in train(place, "whole")
+
+
+def test_a_run_stopped_in_each_stage_is_the_unbroken_one(place: Path):
+    for step in (3, 4, 7, 9):
+        train(place, "parts", f"run.stop_at_step={step}")
+    train(place, "parts")
+    assert curve(place, "parts") == curve(place, "whole")
+    assert weights(place, "parts") == weights(place, "whole")
+
+
+@pytest.mark.slow
+def test_a_run_killed_ten_times_is_the_unbroken_one(place: Path):
+    chance = random.Random(0)
+    for _ in range(10):  # `finish` kills it
+        Forked("tost train", "stages.toml", "run.name=killed", *MODEL, cwd=place).finish(chance.uniform(0.5, 12.0))
+    train(place, "killed")
+    assert curve(place, "killed") == curve(place, "whole")
+    assert weights(place, "killed") == weights(place, "whole")
+
+
+@pytest.mark.slow
+def test_stages_have_their_own_layouts(place: Path):
+    for name in ("layouts", "again"):
+        train(place, name, "launch.ranks=2", "parallel.zero_stage=2", recipe="layouts.toml")
+    assert curve(place, "layouts") == curve(place, "again")
+    for found, expected in zip(curve(place, "layouts"), curve(place, "whole"), strict=True):
+        assert found == pytest.approx(expected, rel=256 * FLOAT32_REORDERED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_boundary_keeps_moments_and_master_weights(place: Path, dtype: str):
+    """A step with a rate of almost 0 leaves the weights, and decays the moments by their rates, on another layout."""
+    name = f"kept-{dtype}"
+    layout = 'parallel.tensor = 2\nparallel.zero_stage = 3\noptim.schedule = "constant"'
+    write_recipe(place, "kept.toml", layout, "parallel.zero_stage = 1")
+    words = [f"train.dtype={dtype}", "parallel.zero_stage=1", "launch.ranks=2", "optim.weight_decay=0.0"]
+    text = (place / "kept.toml").read_text().replace("optim.lr = 5e-3", "optim.lr = 1e-30")
+    (place / "kept.toml").write_text(text)
+    train(place, name, *words, "run.stop_at_step=6", recipe="kept.toml")
+    before, after = (StoredTensors(step_folder(place / "runs" / name, step), "model") for step in (4, 6))
+    assert all(before[weight].equal(after[weight]) for weight in before)
+    moments = [StoredTensors(step_folder(place / "runs" / name, step), "optimizer") for step in (4, 6)]
+    assert all(moments[0][key].norm() * 0.95**2 <= moments[1][key].norm() * 1.001 for key in moments[0] if "sq" in key)
+
+
+def test_finished_stages_stay_and_later_ones_may_change(place: Path):
+    train(place, "edited", "run.stop_at_step=6")
+    write_recipe(place, "edited.toml", longest="optim.lr = 2e-3")
+    train(place, "edited", recipe="edited.toml")
+    assert curve(place, "edited")[:8] == curve(place, "whole")[:8]
+    assert curve(place, "edited")[8][3] == 1e-3
+    write_recipe(place, "edited.toml", longer="optim.beta1 = 0.8")
+    error = refused(place, "whole", recipe="edited.toml")
+    assert "stage longer has ended; undo the change, or branch from a checkpoint: run.name=NEW" in error.splitlines()[0]
+    assert error.splitlines()[1] == "optim.beta1: 0.9 → 0.8"
+
+
+@pytest.mark.quick
+def test_a_change_at_a_resume_is_one_more_stage(place: Path):
+    words = ["train.steps=4", "optim.schedule=constant"]
+    train(place, "changed", *words, "run.stop_at_step=2", recipe="run.toml")
+    new = [*words, "optim.lr=1e-3", "train.seq_len=32", "train.global_batch_size=2"]
+    error = refused(place, "changed", *new, recipe="run.toml")
+    assert "go on with the new settings as one more stage: run.on_config_change=stage" in error.splitlines()[0]
+    assert error.splitlines()[1:] == [
+        "optim.lr: 0.01 → 0.001", "train.global_batch_size: 4 → 2", "train.seq_len: 64 → 32",
+    ]  # fmt: skip
+    new.append("run.on_config_change=stage")
+    train(place, "changed", *new, "run.stop_at_step=3", recipe="run.toml")
+    assert "resuming" in train(place, "changed", *new, recipe="run.toml")  # the same command, in the same stage
+    assert [row[3:] for row in curve(place, "changed")] == [
+        (pytest.approx(1e-2 / 3), 256), (pytest.approx(2e-2 / 3), 512), (1e-3, 576), (1e-3, 640),
+    ]  # fmt: skip
+    stages = Progress.read(step_folder(place / "runs/changed", 4)).stages
+    assert [(stage.name, stage.first_step) for stage in stages] == [("start", 0), ("from-step-2", 2)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "problem"),
+    [
+        ("model.width = 32", "stage longer: a run keeps the shape of its model"),
+        ("train.seed = 1", "stage longer: train.seed is one for the whole run; remove it here"),
+        ('optim.kind = "muon"', "stage longer: optim.kind: another optimizer has another state"),
+        ("train.steps = 4", "stage longer: it has no steps after step 4; set its tokens or a larger train.steps"),
+        ("trian.steps = 4", "stages.trian: unknown key (did you mean stages.train?)"),
+        ("train.sequence = 4", "stage longer: train.sequence: unknown key"),
+        ('data.folder = "strange"', "stage longer: its tokenizer is not that of the shards in strange"),
+    ],
+)
+def test_what_a_stage_cannot_change_is_named(place: Path, stage: str, problem: str):
+    if "strange" in stage:
+        (place / "strange.toml").write_text(
+            '[corpus]\nsource = "other.jsonl"\n[tokenizer]\npath = "strange.model"\nvocab_size = 300\n'
+            '[shards]\nfolder = "strange"\n'
+        )
+        run("tost prepare tokenizer", "strange.toml", cwd=place)
+        run("tost prepare shards", "strange.toml", cwd=place)
+    write_recipe(place, "wrong.toml", longer=stage)
+    if "strange" in stage:
+        text = (place / "wrong.toml").read_text()
+        (place / "wrong.toml").write_text(text.replace('data.mixture = { "out/shards" = 3, "other" = 1 }\n', ""))
+    assert problem in refused(place, "new", recipe="wrong.toml")

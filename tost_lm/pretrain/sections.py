@@ -1,0 +1,298 @@
+"""The sections of the settings of a pre-training run."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tost_lm.config import NAMES_FILES, Section
+from tost_lm.parallel.timeouts import Timeouts
+
+
+class TrainingDataConfig(Section):
+    """The training data, one shard folder or a mixture, and how samples are made of it."""
+
+    exclusive: ClassVar = (("folder", "mixture"),)
+
+    folder: Path | None = None
+    """A shard folder written by `tost prepare shards`; it contains the tokenizer."""
+    mixture: Annotated[dict[str, float] | None, NAMES_FILES] = None
+    """Several shard folders with the same tokenizer and their weights: {"data/a/shards" = 3, "data/b/shards" = 1} takes three samples of a for each sample of b."""
+    packing: Literal["concatenated", "best-fit"] = "concatenated"
+    """`concatenated`: samples are cut from the concatenated documents, as published; `best-fit`: document packing: a sample contains whole documents that do not see each other, and a document longer than a sample is cut."""
+    workers: int = Field(default=1, ge=0)
+    """Loader processes of each rank that prefetch batches (0: none). The batches do not depend on it."""
+
+    @model_validator(mode="after")
+    def _folder_or_mixture(self) -> "TrainingDataConfig":
+        if (self.folder is None) == (self.mixture is None):
+            found = "neither is" if self.folder is None else "both are"
+            raise ValueError(f"exactly one of data.folder and data.mixture must be set, but {found}")
+        seen = set()
+        for folder, weight in (self.mixture or {}).items():
+            if not weight > 0:
+                raise ValueError(f"data.mixture: the weight of {folder} is {weight}; set one above 0")
+            if os.path.normpath(folder) in seen:
+                raise ValueError(f"data.mixture: {os.path.normpath(folder)} is listed twice; give it one weight")
+            seen.add(os.path.normpath(folder))
+        if self.mixture == {}:
+            raise ValueError("data.mixture is empty; name a shard folder and its weight")
+        return self
+
+    @property
+    def folders(self) -> dict[Path, float]:
+        """The shard folders and their weights."""
+        if self.folder is not None:
+            return {self.folder: 1.0}
+        return {Path(folder): weight for folder, weight in (self.mixture or {}).items()}
+
+
+class TrainConfig(Section):
+    """Length of training, and sizes of its batches."""
+
+    exclusive: ClassVar = (("steps", "tokens"), ("global_batch_size", "batch_tokens"))
+
+    steps: int = Field(gt=0, le=2**40)
+    """Optimizer steps, of a branch with those before it. A resumed run may have more or fewer if the learning rates of its steps so far stay as they were: schedule `constant`, or `wsd` before its decay."""
+    tokens: int | None = Field(default=None, gt=0, exclude=True)
+    """In place of train.steps: tokens of these steps, for example 7e9, rounded up to whole steps."""
+    global_batch_size: int = Field(gt=0)
+    """Sequences per optimizer step, over all ranks and micro-batches."""
+    batch_tokens: int | None = Field(default=None, gt=0, exclude=True)
+    """In place of train.global_batch_size: tokens per optimizer step, a multiple of train.seq_len."""
+    micro_batch_size: int = Field(gt=0)
+    """Sequences that a rank processes at once; gradient accumulation does the rest of its batch."""
+    seq_len: int = Field(gt=1)
+    """Tokens per sequence; at most model.max_positions if the model has parameters per position."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Coefficient of the z-loss, which keeps the logits from drifting: the mean of log-sum-exp(logits)² over the labels is added to the loss. The logged loss, validation and evaluation exclude it. 1e-4 is usual."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of weights and activations. Statistics, losses, gradient sums and optimizer state are always float32."""
+    tf32: bool = False
+    """TensorFloat-32 in float32 matrix products on GPUs: faster, with 10 bits of mantissa in place of 23. The operator's statistics, scores and memberships are not matrix products. Without effect on a CPU."""
+    deterministic: bool = False
+    """On GPUs, use kernels that add in a fixed order, so that a resumed run equals an uninterrupted one bit for bit. Slower; not with D layers, whose kernels are chosen by their measured time. CPUs need no setting."""
+    compile: bool = False
+    """Compile the blocks with torch.compile: the work between matrix products becomes a few fused kernels. The first steps take about ten seconds for each graph. Not with tensor ranks or ZeRO stage 3."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of the initial weights and of the data order."""
+    initial_weights: Path | None = None
+    """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Without [model] the model is that of the weights, else both must be equal except in model.softmax.rope_theta. Unset: weights are drawn at random."""
+    branch_from: Path | None = None
+    """Branch: continue the run of this step folder in a run folder of its own, with its optimizer state, as one more stage: see [[stages]]. Also continues converted checkpoints of the released code."""
+    skip_spike_sigma: float | None = Field(default=None, gt=0)
+    """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last 128 (6 is usual). Without it only non-finite steps are skipped."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokens_as_steps(cls, values: Any) -> Any:
+        """Replace tokens by steps and batch_tokens by global_batch_size, so that the resolved tree has these only."""
+        if not isinstance(values, dict):
+            return values
+        given = {name: value for name, value in values.items() if value is not None}
+        for pair in cls.exclusive:
+            if given.keys() >= set(pair):
+                raise ValueError(f"train.{pair[0]} and train.{pair[1]} exclude each other: set one of them")
+        positive = lambda value: value if isinstance(value, int) and value > 0 else 1  # its field reports any other
+        seq_len = positive(given.get("seq_len"))
+        if batch_tokens := _whole_number(given.pop("batch_tokens", None), "train.batch_tokens"):
+            given["global_batch_size"], rest = divmod(batch_tokens, seq_len)
+            if rest:
+                nearest = max(round(batch_tokens / seq_len), 1) * seq_len
+                raise ValueError(
+                    f"train.batch_tokens {batch_tokens} is not a multiple of train.seq_len {seq_len}: set "
+                    f"train.batch_tokens={nearest}"
+                )
+        if tokens := _whole_number(given.pop("tokens", None), "train.tokens"):
+            given["steps"] = -(-tokens // (positive(given.get("global_batch_size")) * seq_len))
+        return given
+
+    @model_validator(mode="after")
+    def _one_beginning(self) -> "TrainConfig":
+        if self.branch_from and self.initial_weights:
+            raise ValueError("train.branch_from and train.initial_weights exclude each other: set one of them")
+        return self
+
+
+def _whole_number(value: Any, name: str) -> int | None:
+    """A number of tokens; TOML has 7e9 as a float. Raises ValueError, which names the setting, for other values."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or value % 1:
+        raise ValueError(f"{name} {value!r}: not a whole number above 0; write it as 7000000000 or 7e9")
+    return int(value)
+
+
+class MemoryConfig(Section):
+    """Memory of a rank, and what it computes again to save memory; nothing here changes the result of training."""
+
+    tile_tokens: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
+    """Train tile by tile through all layers, exactly: number of tokens of each row in memory at once, over all sequence ranks. `auto`: as many as free memory allows. Without it whole rows."""
+    offload_tile_states: bool = False
+    """Keep the states between tiles in host memory. An A layer has a window of keys and values for each tile."""
+    activation_checkpointing: Literal["none", "mixers", "full"] = "none"
+    """`full`: store only the input of each block, and what it received from other ranks, and compute the block again in the backward: a third more matrix products. `mixers`: the same with the branch of the token mixer; for MLPs see mlp_tile_tokens."""
+    activation_checkpointing_every: int = Field(default=1, gt=0)
+    """Only every n-th block, from the first on; the others store all."""
+    mlp_tile_tokens: int | None = Field(default=None, gt=0)
+    """Compute the MLP of each block in tiles of this many tokens of a row, each again in the backward: activations of its hidden channels exist for one tile only. Without it whole rows are stored."""
+
+    @model_validator(mode="after")
+    def _every_block_of_a_kind(self) -> "MemoryConfig":
+        if self.activation_checkpointing_every > 1 and self.activation_checkpointing == "none":
+            raise ValueError(
+                f"memory.activation_checkpointing_every {self.activation_checkpointing_every} has no effect with "
+                "memory.activation_checkpointing none: set full or mixers"
+            )
+        return self
+
+
+class ValidationConfig(Section):
+    """The loss on held-out documents during training; nothing here changes the result of training."""
+
+    every: int | None = Field(default=None, gt=0)
+    """Steps between validations; without it there are none."""
+    sequences: int = Field(default=64, gt=0)
+    """Number of sequences of train.seq_len tokens, the same each time, over all ranks; at most one pass over the held-out split."""
+    stop_after: int | None = Field(default=None, gt=0)
+    """End the run after this many validations in a row whose loss was not below the lowest one before. Its checkpoint stays."""
+
+    @model_validator(mode="after")
+    def _stops_after_validations(self) -> "ValidationConfig":
+        if self.stop_after and self.every is None:
+            raise ValueError("validation.stop_after has no effect without validations: set validation.every")
+        return self
+
+
+class EvaluationConfig(Section):
+    """Tasks during training, by the code of `tost eval`; nothing here changes the result of training."""
+
+    every: int | None = Field(default=None, gt=0)
+    """Steps between evaluations; another follows the last step. Without it there are none."""
+    tasks: list[str] = Field(default_factory=list)
+    """Names of tasks, families or groups of `tost eval`, all but heldout@bpb."""
+    settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Sections of `tost eval`: [evaluation.settings.needle] has the settings of its section `needle`."""
+    sets: dict[str, Path] = Field(default_factory=dict)
+    """The file of each test set, as in `sets` of `tost eval`: {wikitext2 = "wiki.test.raw"}. Others are downloaded."""
+
+    @model_validator(mode="after")
+    def _when_and_what(self) -> "EvaluationConfig":
+        if self.every and not self.tasks:
+            raise ValueError("evaluation.every is set without evaluation.tasks: name tasks, or remove it")
+        if self.tasks and not self.every:
+            raise ValueError(
+                "evaluation.tasks is set without evaluation.every: set the number of steps between evaluations"
+            )
+        return self
+
+
+class WandbConfig(Section):
+    """Where wandb shows the run, in wandb's words."""
+
+    project: str = Field(default="tost_lm", pattern=r"^[^/\\#?%:]+$")
+    """Project of the run."""
+    entity: str | None = None
+    """User or team that owns the project; default: WANDB_ENTITY, else that of wandb's login."""
+    group: str | None = None
+    """Group of runs; default: WANDB_RUN_GROUP, else none."""
+    mode: Literal["online", "offline"] | None = None
+    """Upload during the run, or write files for `wandb sync`; default: WANDB_MODE, else offline."""
+
+
+class RunConfig(Section):
+    """Where and how the run is executed. It may change between launches, because it does not affect the result."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run folder is runs/NAME, or FOLDER/NAME."""
+    folder: Path = Path("runs")
+    """Where the run folders are, for example on a shared file system."""
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    """Device; `auto` is the first of cuda, mps and cpu that is available."""
+    log_every: int = Field(default=10, gt=0)
+    """Steps between log lines and rows of metrics.jsonl."""
+    loggers: list[Literal["wandb", "tensorboard"]] = Field(default=["wandb"])
+    """Where the rows of the JSONL files are shown as well: wandb (not with WANDB_MODE=disabled, unless run.wandb.mode is set), TensorBoard."""
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    stop_at_step: int | None = Field(default=None, gt=0)
+    """Save and stop after this step; a later launch resumes from it."""
+    max_minutes: float | None = Field(default=None, gt=0)
+    """Save and stop before this many minutes have passed since the launch, for the time limit of a job; exit code 75."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """Heartbeat timeout of the watchdog: a rank that takes longer for a step, or to write its shard of a checkpoint, counts as hung, and the run ends."""
+    sdc_check_interval: int = Field(default=100, ge=0)
+    """Detection of silent data corruption: steps between comparisons of all ranks' weights (parallel.zero_stage 0). At stages 1 to 3 checksums of the optimizer state are compared at every step. 0: neither."""
+    abort_after_skips: int = Field(default=10, gt=0)
+    """End the run after this many skipped steps in a row."""
+    profile_steps: Annotated[tuple[int, int], Field(strict=False)] | None = None  # strictly, a list is no pair
+    """First and last step, as in the log, to trace with torch.profiler: one file per rank in profile/."""
+    on_config_change: Literal["refuse", "stage", "restart"] = "refuse"
+    """Behaviour when the run folder has a run with other settings or shards: `refuse` prints the differences and exits; `stage` goes on from the newest checkpoint with the new settings, as one more stage; `restart` renames the old folder and starts again."""
+
+    @property
+    def timeouts(self) -> Timeouts:
+        return Timeouts(self.timeout_seconds)
+
+    @model_validator(mode="after")
+    def _steps_in_order(self) -> "RunConfig":
+        if self.profile_steps and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
+            raise ValueError(
+                f"run.profile_steps {list(self.profile_steps)}: give the first and the last step, counted from 1"
+            )
+        return self
+
+
+class StageConfig(Section):
+    """A later stage of a run: what it changes. All other settings stay as in the stage before it."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Its name in the records."""
+    from_step: int | None = Field(default=None, gt=0)
+    """Steps of the run before it; unset: it follows the last step of the stage before it."""
+    tokens: int | None = Field(default=None, gt=0)
+    """Its tokens, for example 2e9, rounded up to whole steps; unset: it ends after train.steps."""
+    model: dict[str, Any] = Field(default_factory=dict)
+    """Changes of [model] that keep the shapes of all parameters, such as softmax.rope_theta."""
+    data: dict[str, Any] = Field(default_factory=dict)
+    """Shards with the same tokenizer."""
+    optim: dict[str, Any] = Field(default_factory=dict)
+    """The schedule counts the steps of the stage; it has a warm-up only if optim.warmup_steps is given here."""
+    train: dict[str, Any] = Field(default_factory=dict)
+    """train.seq_len, batches, numbers and their precision; not the seed."""
+    validation: dict[str, Any] = Field(default_factory=dict)
+    """Changes of [validation]; the lowest loss is that of the stage."""
+    evaluation: dict[str, Any] = Field(default_factory=dict)
+    """Changes of [evaluation]."""
+    parallel: dict[str, Any] = Field(default_factory=dict)
+    """Changes of [parallel]."""
+    deepspeed: dict[str, Any] = Field(default_factory=dict)
+    """All settings of DeepSpeed."""
+    memory: dict[str, Any] = Field(default_factory=dict)
+    """Changes of [memory]."""
+    checkpoint: dict[str, Any] = Field(default_factory=dict)
+    """Changes of [checkpoint]."""
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _whole_tokens(cls, value: Any) -> int | None:
+        return _whole_number(value, "stages.tokens")
+
+    @model_validator(mode="after")
+    def _of_one_run(self) -> "StageConfig":
+        for name in ("seed", "initial_weights", "branch_from"):
+            if name in self.train:
+                raise ValueError(f"stage {self.name}: train.{name} is one for the whole run; remove it here")
+        if "tokens" in self.train:
+            raise ValueError(f"stage {self.name}: train.tokens: write tokens = …, the length of the stage")
+        if "kind" in self.optim:
+            raise ValueError(
+                f"stage {self.name}: optim.kind: another optimizer has another state; start another run with "
+                "train.initial_weights"
+            )
+        return self
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The sections that it changes."""
+        return self.model_dump(mode="json", exclude={"name", "from_step", "tokens"}, exclude_defaults=True)
