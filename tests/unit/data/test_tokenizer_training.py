@@ -20,12 +20,11 @@ from tost_lm.data.tokenizers.training import (
     record_path,
     retrain_reason,
     sample_texts,
-    symbol_pieces,
     train_sentencepiece,
     write_tokenizer,
 )
 from tost_lm.data_prep.commands import tokenizer as train_tokenizer
-from tost_lm.errors import ConfigError, DataError
+from tost_lm.errors import DataError
 
 
 def random_texts(count: int) -> list[str]:
@@ -199,35 +198,6 @@ def test_training_is_reported():
     assert {total for _, total in reports} == {1000}
 
 
-def test_each_user_symbol_is_one_piece():
-    symbols = ["<|fim|>", "a b", " ", "\n\n", ",", '"x,"', "a", "\\", "😀"]
-    tokenizer = SentencePieceTokenizer(train_sentencepiece(TEXTS, 400, symbol_pieces(symbols)))
-    ids = [tokenizer.encode(symbol) for symbol in symbols]
-    assert all(len(one) == 1 for one in ids)
-    assert len({one[0] for one in ids}) == len(symbols)
-    text = 'x<|fim|>ya b\n\n\n"x,"'
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert {one[0] for one in ids[:2]} <= set(tokenizer.encode(text))
-
-
-@pytest.mark.parametrize(
-    ("symbols", "problem"),
-    [
-        (["a", ""], "'' is empty"),
-        (["b", "a", "b"], "'b' is repeated"),
-        (["<|endoftext|>"], "'<|endoftext|>' is already a piece of every"),
-        (["<unk>"], "'<unk>' is already a piece of every"),
-        (["<0x0A>"], "'<0x0A>' is already a piece of every"),
-        (["a\u2581"], "has the character U+2581"),
-        (["\U000f25810"], "has the character U+F2581"),
-        (["\0"], "has the character U+0000"),
-    ],
-)
-def test_invalid_user_symbols_are_refused(symbols, problem):
-    with pytest.raises(ConfigError, match=rf"^tokenizer\.user_symbols: .*{re.escape(problem)}[^\n]*$"):
-        symbol_pieces(symbols)
-
-
 def test_the_largest_vocabulary_of_the_message_can_be_trained():
     with pytest.raises(DataError, match=r"vocab_size 50000: too large .* at most \d+ or add text") as caught:
         train_sentencepiece(TEXTS, 50_000)
@@ -299,7 +269,7 @@ def test_a_record_matches_only_its_settings(tmp_path):
     write_tokenizer(config, "abc", b"a model", 3, 14)
     assert retrain_reason(config, "abc") is None
     assert retrain_reason(config, "abd") == "the corpus or its settings changed"
-    settings: list[dict[str, Any]] = [{"vocab_size": 500}, {"user_symbols": ["x"]}, {"sample_bytes": 9}, {"seed": 1}]
+    settings: list[dict[str, Any]] = [{"vocab_size": 500}, {"sample_bytes": 9}, {"seed": 1}]
     for changed in settings:
         (setting,) = changed
         was = getattr(config.tokenizer, setting)
