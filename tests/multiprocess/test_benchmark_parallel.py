@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import parallel
-from benchmarks.parallel import OURS
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 
@@ -55,10 +54,6 @@ def test_traffic_is_counted_beside_the_formulas_and_every_axis_is_trained(
     assert len(table) == 2 + 2 + 2 + 3
     written = path.with_suffix(".md").read_text()
     assert all(line in written for line in table)
-
-
-def test_of_all_to_alls_a_rank_sends_and_receives_two_rows():
-    assert parallel.traffic_by_formula(tokens=64, ranks=32, heads=2, channels=4)[OURS] == (288, 288 * 31 / 32)
 
 
 def test_what_ranks_cannot_share_is_refused_before_anything_is_measured(folder: Path):

@@ -1,9 +1,9 @@
-"""The benchmark of the whole model where rivals fail and where its shape is none; tests/full measures all of them."""
+"""The benchmark of the whole model where rivals fail; tests/full measures all of them."""
 
 import json
 from pathlib import Path
 
-from programs import refusal, run
+from programs import run
 
 SMALL = ("shape.layers=1", "shape.width=8", "shape.heads=2", "bench.device=cpu")
 
@@ -13,10 +13,3 @@ def test_a_length_that_takes_too_long_is_left_out_and_so_are_longer_ones(tmp_pat
     (path,) = (tmp_path / "benchmarks/results").glob("model_*.json")
     failures = [(cell["tokens"], cell["failed"]) for cell in json.loads(path.read_text())["cells"]]
     assert failures == 2 * ([(16, "over 0.1 s")] * 3 + [(32, "–")] * 3)
-
-
-def test_a_shape_that_is_none_is_refused_before_anything_is_measured(tmp_path: Path):
-    assert "model.width 9 is not divisible by model.heads 2" in refusal(
-        "benchmarks.model", *SMALL, "shape.width=9", cwd=tmp_path
-    )
-    assert not (tmp_path / "benchmarks").exists()

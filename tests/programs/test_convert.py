@@ -4,14 +4,11 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import ENVIRONMENT
 from programs import refusal, run, snapshot
 from shared_data import GPT2_BPE, needs_shared
 
@@ -293,20 +290,3 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     assert printed == "command line: convert.tokenizer y: only for convert.to=ours; leave it out"
     assert snapshot(tmp_path) == before
     assert not (tmp_path / "was_run").exists()
-
-
-def test_dry_run_and_help_need_no_torch(tmp_path: Path):
-    script = (
-        f"import runpy, sys\nsys.argv = [*{PROGRAM.split()!r}, *sys.argv[1:]]\ntry:\n"
-        "    runpy.run_module('tost_lm.cli.main', run_name='__main__')\n"
-        "except SystemExit as end:\n    assert end.code == 0\nassert 'torch' not in sys.modules"
-    )
-    for words, printed in (
-        (["--help"], "usage: tost convert SOURCE "),
-        (["a.pt", "convert.folder=x", "--dry-run"], 'to = "'),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", script, *words], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert printed in done.stdout

@@ -309,17 +309,6 @@ def test_ctrl_c_leaves_no_partial_result(copy: Path):
     assert not (copy / "runs/tiny" / NEEDLE / "results.json").exists()
 
 
-def test_shards_of_another_tokenizer_are_rejected(copy: Path, prepared: Path):
-    (copy / "other.toml").write_text(
-        f'[corpus]\nsource = "{prepared}/corpus.jsonl"\nvalid_fraction = 0.1\n'
-        '[tokenizer]\npath = "other/tokenizer.model"\nvocab_size = 350\n[shards]\nfolder = "other/shards"\n'
-    )
-    run("tost prepare tokenizer", "other.toml", cwd=copy)
-    run("tost prepare shards", "other.toml", cwd=copy)
-    output = refusal("tost eval", "runs/tiny", "heldout", "heldout.shards=other/shards", cwd=copy)
-    assert "other/shards: made with another tokenizer" in output
-
-
 @pytest.mark.parametrize(
     ("program", "words", "problem"),
     [

@@ -160,11 +160,6 @@ def test_a_damaged_newer_checkpoint_does_not_push_out_a_good_one(workplace: Path
     assert [folder.name for folder in checkpoints.iterdir()] == ["step_00000001"]
 
 
-def test_a_wandb_mode_that_does_not_exist_is_named(workplace: Path):
-    said = refusal("tost train", "run.toml", cwd=workplace, WANDB_MODE="sometimes")
-    assert said.startswith("WANDB_MODE=sometimes: ")
-
-
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
@@ -194,15 +189,6 @@ def test_mistakes_are_one_line_and_write_nothing(workplace: Path, override: str,
     assert problem in said
     assert "\n" not in said
     assert not (workplace / "runs").exists()
-
-
-def test_a_mistake_that_was_typed_is_not_blamed_on_the_file(workplace: Path):
-    said = refusal("tost train", "run.toml", "train.stepz=4", "model.preset=tost", cwd=workplace)
-    assert [line.partition(": input")[0] for line in said.splitlines()] == [
-        "command line: model.preset", "command line: train.stepz: unknown key (did you mean train.steps?)",
-    ]  # fmt: skip
-    (workplace / "wrong.toml").write_text((workplace / "run.toml").read_text().replace("[train]", "[train]\nstepz = 4"))
-    assert refusal("tost train", "wrong.toml", "train.seed=4", cwd=workplace).startswith("wrong.toml: train.stepz: ")
 
 
 def test_folders_that_are_no_run_and_shards_that_are_damaged_are_refused(workplace: Path):

@@ -68,14 +68,6 @@ def test_the_longest_context_is_measured_in_turns_with_the_shortest(monkeypatch:
     assert row["GPT-2, plain attention"].endswith("×, 4×")
 
 
-def test_the_operator_is_timed_beside_a_busy_process():
-    shape = {"batch": 1, "heads": 2, "channels": 4, "dtype": "float32"}
-    found = operator.beside_a_busy_process("cpu", tokens=64, **shape)
-    assert len(found["seconds"]) == len(found["quiet_seconds"]) == 7
-    line = operator.busy_line({"tokens": 64, **found, "quiet_seconds": [1.0], "seconds": [1.5]})
-    assert "1.50 × the quiet time" in line
-
-
 def test_the_delta_rule_is_timed_beside_all_its_matrix_products():
     tokens, heads, channels = 4 * GROUP_CHUNKS * CHUNK_TOKENS, 8, 16
     rounds = operator.beside_its_products("cpu", tokens, 1, heads, channels, "float32")

@@ -87,27 +87,6 @@ def test_coding_rates_cover_all_retained_checkpoints(run_folder: Path, make_mode
     assert rows[1][-1] == pytest.approx(gap)
 
 
-def test_the_page_has_the_coding_rates(run_folder: Path):
-    whole, page = analyzed(run_folder)
-    rates = whole["coding_rates"]
-    assert rates["position_ends"] == [8, 16]
-    assert len(rates["layers"]) == 2
-    for number, found in enumerate(rates["layers"], start=1):
-        assert found["coding"]["mean"] <= found["variational"]["mean"]
-        assert found["coding_by_prefix"]["mean"][-1] == found["coding"]["mean"]
-        change = found["variational_change"]
-        assert f" | {change['mean']:+.4f} ± {change['standard_error']:.4f} | " in page
-        assert f"\n| {number} | {found['coding']['mean']:.3f} ± " in page
-    assert figure(run_folder, "coding_rate")[1][1] == rates["layers"][1]["coding_change"]["mean"]
-    prefixes = figure(run_folder, "coding_rate_prefixes")
-    assert [row[0] for row in prefixes] == [8, 16]
-    assert prefixes[1][1:] == [
-        layer[key]["mean"] for key in ("variational", "variational_change") for layer in rates["layers"]
-    ]
-    page = analyzed(run_folder, settings(sequences=1))[1]
-    assert " ± " not in page.split("## Coding rates")[1].split("\n| 1 |")[1].split("\n")[0]
-
-
 def test_a_model_folder_has_its_own_results_and_page(run_folder: Path, tmp_path: Path, shards):
     export = tmp_path / "export"
     shutil.copytree(run_folder / "checkpoints" / "step_00000100", export)
@@ -118,15 +97,6 @@ def test_a_model_folder_has_its_own_results_and_page(run_folder: Path, tmp_path:
     assert page.startswith("# TSSA layers of export\n")
     assert (written(export) / "figures/coding_rate.pdf").read_bytes().startswith(b"%PDF")
     assert results["coding_rates"]["layers"] == analyzed(run_folder)[0]["coding_rates"]["layers"]
-
-
-def test_a_model_of_unlimited_length_uses_all_contexts(tmp_path: Path, make_model, tokenizer, shards):
-    model = make_model("TA", vocab_size=tokenizer.vocab_size, positions="none", tssa={"denom_bias": "head"})
-    write_checkpoint(tmp_path / "model", model.config, model.state_dict(), tokenizer)
-    results, page = analyzed(tmp_path / "model", settings(str(shards.folder)))
-    assert "Skipped contexts" not in page
-    assert [row["context_tokens"] for row in results["memberships"]["after_context"]] == [0, 5, 7, 8, 50]
-    assert len(results["memberships"]["concentration_by_position"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from tost_lm.data.tokenizers import CharacterTokenizer
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.inference.generation import Sampling, generate, generate_text, print_stream, sampler, state_bytes, until
+from tost_lm.inference.generation import Sampling, generate, generate_text, print_stream, sampler, until
 from tost_lm.model.streaming import prefill
 
 pytestmark = pytest.mark.quick
@@ -139,41 +139,6 @@ def test_text_decodes_the_ids_up_to_a_stop(make_model, tokenizer):
     assert stop not in tokenizer.decode(ids[: shorter.tokens - 1])
     with pytest.raises(ConfigError, match="a stop string is empty; leave it out"):
         generate_text(model, tokenizer, "Page 7.", 40, stops=["x", ""])
-
-
-def test_positions_limit_the_length(make_model):
-    model = make_model(max_positions=16)
-    assert len(generated(model, tokens=12)) == 12
-    with pytest.raises(ConfigError, match=r"4 prompt tokens and 13 new tokens exceed the model's 16 positions;"):
-        generated(model, tokens=13)
-
-
-@torch.inference_mode()
-def test_the_state_of_tssa_does_not_grow(make_model):
-    size = {
-        (pattern, tokens): state_bytes(make_model(pattern)(torch.ones(1, tokens, dtype=torch.int64)).state)
-        for pattern in ("T", "A")
-        for tokens in (2, 16)
-    }
-    # Two layers of 2·16 + 2 float32 statistics and an int64 count; two layers of keys and values of 16 channels.
-    assert size["T", 2] == size["T", 16] == 2 * ((2 * 16 + 2) * 4 + 8)
-    assert size["A", 16] == 8 * size["A", 2] == 16 * 2 * 2 * 16 * 4
-
-
-@torch.inference_mode()
-def test_the_state_of_a_window_stops_growing(make_model):
-    model = make_model("A", softmax={"window": 5})
-    output = model(torch.ones(1, 3, dtype=torch.int64))
-    sizes = []
-    for _ in range(4):
-        sizes.append(state_bytes(output.state))
-        output = model(torch.ones(1, 1, dtype=torch.int64), state=output.state)
-    assert sizes == [tokens * 2 * 2 * 16 * 4 for tokens in (3, 4, 4, 4)]
-
-
-def test_without_a_limit_any_number_of_tokens_is_generated(make_model):
-    model = make_model("TA", max_positions=8, positions="none", tssa={"denom_bias": "head"}, softmax={"window": 4})
-    assert len(generated(model, tokens=30)) == 30
 
 
 def test_weights_that_are_not_finite_are_an_error(make_model, tokenizer):

@@ -6,7 +6,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tost_lm.errors import ConfigError
 from tost_lm.inference.likelihood import continue_greedily, score_requests
 from tost_lm.inference.requests import Request, disjoint_windows, left_truncated, strided_windows
 from tost_lm.testing import FLOAT32_REORDERED
@@ -82,17 +81,6 @@ def test_greedy_continuations_equal_a_pass_for_every_token(make_model, pattern):
     assert len({tuple(ids) for ids in expected}) > 3
     for batch_tokens in (1, 7, 1000):
         assert continue_greedily(model, prompts, 6, vocab_size, batch_tokens) == expected
-
-
-def test_progress_is_printed(make_model, monkeypatch, capsys):
-    monkeypatch.setattr("tost_lm.inference.ranks.PROGRESS_EVERY_S", 0)
-    score_requests(make_model(), drawn_requests(SHAPES), batch_tokens=1)
-    assert capsys.readouterr().out.splitlines()[-1] == "7 of 7 requests scored"
-
-
-def test_requests_longer_than_the_positions_are_rejected(make_model):
-    with pytest.raises(ConfigError, match="tokens are more than the model's positions"):
-        score_requests(make_model(), drawn_requests([(10, 10)]))
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.booleans())

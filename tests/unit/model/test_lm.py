@@ -28,16 +28,6 @@ def test_presets_have_the_published_parameter_counts_and_ours_are_near(preset: s
     assert round(model.parameter_count() / 1e6, 2) == millions
 
 
-def test_gpt2_has_learned_positions_and_no_rotary_embedding():
-    gpt2 = validate(ModelConfig, {"preset": "gpt2-base"}, "test")
-    assert (gpt2.pattern, gpt2.positions, gpt2.rope_theta, gpt2.softmax.window) == ("A", "learned", 0, 0)
-
-
-def test_a_key_beside_a_preset_wins():
-    chosen = validate(ModelConfig, {"preset": "tost-base", "layers": 3}, "test")
-    assert (chosen.layers, chosen.width, chosen.layer_scale) == (3, 768, 1e-5)
-
-
 def test_weights_are_drawn_as_published():
     torch.manual_seed(0)
     settings = {"layers": 8, "heads": 4, "width": 256, "vocab_size": 1000, "layer_scale": 1e-5, "tied_head": False}
@@ -89,12 +79,6 @@ def test_more_tokens_than_positions_are_refused():
     state = model(torch.zeros(1, 10, dtype=torch.int64)).state
     with pytest.raises(ConfigError, match=r"17 tokens .*model\.max_positions = 16"):
         model(torch.zeros(1, 7, dtype=torch.int64), state=state)
-
-
-def test_the_pattern_fills_the_layers():
-    model = TostLM(config(pattern="TTA", layers=6))
-    mixers = [type(block.get_submodule("mixer")).__name__ for block in model.blocks]
-    assert mixers == ["TssaMixer", "TssaMixer", "SoftmaxMixer"] * 2
 
 
 @pytest.mark.parametrize(("denom_bias", "shape"), [("position", (4, 16)), ("head", (4,)), ("none", None)])

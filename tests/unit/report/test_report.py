@@ -14,12 +14,10 @@ import pytest
 from markdown_it import MarkdownIt
 from wandb_files import history
 
-from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.inference.evaluated import SAMPLE, EvaluatedCheckpoint, read_result_file, write_result_file
 from tost_lm.inference.settings import GenerateConfig
-from tost_lm.markdown import table
 from tost_lm.page import Page as ReportPage
 from tost_lm.page import to_html, to_markdown
 from tost_lm.report import write_report
@@ -137,31 +135,6 @@ def test_the_page_is_self_contained_and_figures_are_also_files(evaluated):
     assert {path.name for path in (evaluated / "eval/report").iterdir()} == {*files, "needle.tex"}
 
 
-def test_cells_break_only_between_words(evaluated):
-    page = to_html(to_markdown(run_sections(RunRecord.read(evaluated), ReportPage("", figures="f"))), {}, "")
-    cells = re.findall(r"<(t[dh])(.*?)>(.*?)</t[dh]>", page)
-    assert all(text for kind, _, text in cells if kind == "th")
-    assert '<td style="text-align:right"><span>2.4525 ± 0.0123</span></td>' in page
-    assert "<td><span>tokens/s/device</span></td>" in page
-    for _, _, text in cells:
-        assert not re.search(r"\S[-/]|[-/]\S|±", re.sub("<span>.*?</span>", "", text)), text
-
-
-def test_columns_are_aligned_by_their_content():
-    rows = [
-        ("-1.5 ± 0.2", "12.5%, 3.25 / 17.50", "NaN", "1: optim.lr=0.1", "word " * 9),
-        ("–", "4 of 32", "1,024", "", ""),
-    ]
-    _, alignment, *_ = table(("a", "b", "c", "d", "e"), rows).splitlines()
-    assert alignment == "| ---: | ---: | ---: | --- | :--- |"
-
-
-def test_generated_text_is_shown_verbatim(evaluated):
-    page = text_of(evaluated)
-    assert f"{NASTY}\n" in page.code
-    assert f"{NASTY} again\n" in page.code
-
-
 def test_the_model_is_compared_with_baselines(evaluated):
     page = text_of(evaluated)
     for verdict in (
@@ -211,21 +184,9 @@ def test_results_that_were_edited_are_not_shown(evaluated):
             read()
 
 
-def test_needle_means_chance_and_limits(evaluated):
-    page = text_of(evaluated)
-    for words in ("25.0%", "12.5%", "choice: 10%", "the grid 32", "not expected to recall an exact word"):
-        assert words in page.text
-
-
 def change_results(folder: Path, protocol: str, **changes: Any) -> None:
     path = folder / "eval" / protocol / "results.json"
     write_result_file(path, (read_result_file(path) or {}) | changes)
-
-
-def change_checkpoint(folder: Path, protocol: str) -> None:
-    identity = json.loads((folder / "eval" / protocol / "results.json").read_text())["identity"]
-    older = {"checkpoint": "step_00000050", "checkpoint_sha256": "0" * 64}
-    change_results(folder, protocol, identity=identity | older)
 
 
 def cell_of_task(length: int, found: float, control: float) -> dict[str, Any]:
@@ -269,16 +230,6 @@ def test_retrieval_tasks_have_a_heatmap_and_tables_by_length(run_folder):
     assert (folder / "retrieval.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_tasks_name_their_checkpoints(run_folder):
-    for name in ("niah_single_1@own-words", "vt@own-words"):
-        add_task(run_folder, name, cell_of_task(1024, 0.5, 0.0))
-    change_checkpoint(run_folder, "vt@own-words")
-    text = " ".join(text_of(run_folder).text.split())
-    assert "niah_single_1@own-words: Checkpoint step_00000100" in text
-    assert "vt@own-words: Checkpoint step_00000050" in text
-    assert f"tost eval {run_folder} vt@own-words" in text
-
-
 def test_a_short_run_is_called_a_smoke_run(run_folder):
     page = text_of(run_folder)
     # 100 steps of 2 · 16 tokens; embedding, 2 blocks of mixer, MLP, norms and LayerScale, final norm
@@ -305,21 +256,6 @@ def test_commands_for_a_mixture_ask_for_the_text(run_folder):
     assert named
     config.write_text(config.read_text().replace(named[0], f"mixture = {{ {named[1]} = 1.0 }}"))
     assert f"tost eval {run_folder} heldout heldout.shards=FOLDER" in text_of(run_folder).text
-
-
-def test_results_of_another_checkpoint_are_marked(evaluated):
-    assert "not the newest" not in text_of(evaluated).text
-    change_checkpoint(evaluated, NEEDLE)
-    page = text_of(evaluated)
-    assert page.text.count("not the newest checkpoint") == 1
-    assert "Checkpoint step_00000050" in page.text
-
-
-def test_hashes_and_environment_are_listed(evaluated, shards):
-    page = text_of(evaluated)
-    manifest = json.loads((evaluated / "checkpoints/step_00000100/manifest.json").read_text())
-    for text in (*(entry["xxh3"] for entry in manifest["files"].values()), shards.fingerprint, "a b|c"):
-        assert text in page.text
 
 
 @pytest.mark.quick
@@ -439,12 +375,6 @@ def test_each_test_set_has_a_row(run_folder):
     assert "hellaswag@lm-eval normalized accuracy 31.14% (chance 25.00%) 10,042 not the published file step_" in text
 
 
-def test_a_model_of_unlimited_length_may_score_a_text(run_folder, make_model, tokenizer):
-    model = make_model(vocab_size=tokenizer.vocab_size, positions="none", tssa={"denom_bias": "none"})
-    write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
-    assert f"tost eval {run_folder} text text.file=PATH" in text_of(run_folder).text
-
-
 def test_a_model_folder_has_a_report_and_a_checkpoint_of_a_run_has_none(run_folder: Path, tmp_path: Path):
     export = tmp_path / "export"
     shutil.copytree(run_folder / "checkpoints" / "step_00000100", export)
@@ -454,11 +384,6 @@ def test_a_model_folder_has_a_report_and_a_checkpoint_of_a_run_has_none(run_fold
     assert f"`tost eval {export} heldout heldout.shards=FOLDER`" in report
     with pytest.raises(ConfigError, match="not a run folder but a checkpoint: "):
         write_report(run_folder / "checkpoints" / "step_00000100")
-
-
-def test_a_long_generated_text_is_shortened(evaluated):
-    change_results(evaluated, SAMPLE, characters=1_234_567)
-    assert "The full text of 1,234,567 characters is in eval/sample/text.txt" in text_of(evaluated).text
 
 
 def test_figures_go_to_wandb_as_images_and_tables(evaluated: Path, monkeypatch: pytest.MonkeyPatch):

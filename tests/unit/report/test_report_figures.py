@@ -107,11 +107,3 @@ def test_texts_are_inside_and_tick_labels_apart(charts: Callable[[], Iterable[Ch
             for axis, side in ((axes.xaxis, 0), (axes.yaxis, 1)):
                 boxes = sorted((extent(label) for label in tick_labels(axis)), key=lambda box: box.min[side])
                 assert all(first.max[side] <= second.min[side] for first, second in pairwise(boxes)), axis
-
-
-@pytest.mark.parametrize("steps", [[1], [1, 2], [1, 2, 3], [10, 11, 12]])
-def test_step_ticks_are_integers(steps: list[int]):
-    loss, optimizer, _, compared, _ = training(steps)
-    for chart in (loss, optimizer, compared):
-        ticks = chart.drawing.axes[-1].get_xticks()
-        assert ticks.tolist() == ticks.round().tolist()
