@@ -60,10 +60,15 @@ def test_memory_of_gradients_in_bfloat16_until_they_are_added():
         pytest.param("TD", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}, marks=pytest.mark.slow),
         ("TA", 0.1, {"activation_checkpointing": "mixers"}),
         ("DA", 0.1, {"activation_checkpointing": "full", "activation_checkpointing_every": 2}),
-        ("DA", 0.0, {"activation_checkpointing": "full"}),
-        ("DA", 0.0, {"activation_checkpointing": "mixers"}),
         ("DA", 0.0, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}),
-        ("DA", 0.0, {"activation_checkpointing": "mixers", "activation_checkpointing_every": 2, "mlp_tile_tokens": 32}),
+        *(
+            pytest.param("DA", 0.0, {"activation_checkpointing": form, **more}, marks=pytest.mark.slow)
+            for form, more in (
+                ("full", {}),
+                ("mixers", {}),
+                ("mixers", {"activation_checkpointing_every": 2, "mlp_tile_tokens": 32}),
+            )
+        ),
     ],
 )
 def test_messages_of_what_is_computed_again(pattern: str, layer_scale: float, memory: dict[str, Any]):

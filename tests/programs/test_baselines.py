@@ -102,13 +102,7 @@ def test_a_folder_of_the_library_is_read_by_every_task_and_generates(folder: Pat
 @pytest.mark.parametrize(
     ("program", "words", "problem"),
     [
-        ("tost eval", ["gpt2", LAMBADA], "cannot be downloaded ("),
         ("tost eval", ["gpt2", "heldout"], "gpt2: a Hugging Face model has no shards; give heldout.shards=FOLDER"),
-        (
-            "tost eval",
-            ["hub:nobody/nothing", "heldout", "heldout.shards=out/shards"],
-            "nothing: cannot be downloaded (",
-        ),
         ("tost compare", ["out"], "out: no results on test sets; run tost eval out TASK"),
     ],
 )

@@ -2,13 +2,11 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from programs import ENVIRONMENT, curve, interrupt, losses, refusal, run, snapshot, weights
+from programs import curve, interrupt, losses, refusal, run, snapshot, weights
 
 import tost_lm
 from tost_lm.config import load_config
@@ -48,6 +46,7 @@ def test_a_run_leaves_what_the_readme_says(never_stopped: Path):
     assert "## Results" not in card
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_a_damaged_checkpoint_lose_nothing_but_time(workplace: Path, never_stopped: Path):
     checkpoints = workplace / "runs/tiny/checkpoints"
     rows = workplace / "runs/tiny/metrics.jsonl"
@@ -164,24 +163,11 @@ def test_a_damaged_newer_checkpoint_does_not_push_out_a_good_one(workplace: Path
     ("override", "problem"),
     [
         ("optim.weigth_decay=0.1", "optim.weigth_decay: unknown key (did you mean optim.weight_decay?)"),
-        ("train.seq_len=65", "train.seq_len 65 is longer than model.max_positions 64"),
         ("model.vocab_size=300", "model.vocab_size 300 is smaller than the tokenizer's 384 pieces"),
         ("data.folder=nowhere", "nowhere: not a shard folder"),
         ("run.device=cuda", "run.device = cuda: this machine has no such device"),
         ("parallel.tensor=3", "model.heads 2 is not divisible by parallel.tensor 3"),
         ("launch.ranks=3", "train.global_batch_size 4 is not divisible by 3 data ranks"),
-        (
-            "parallel.offload=optimizer",
-            "parallel.offload 'optimizer' needs ZeRO stage 2 or higher: parallel.zero_stage 1;",
-        ),
-        ("optim.min_lr=1.0", "optim.min_lr 1 is above optim.lr 0.01"),
-        ("model.preset=[1]", "model.preset"),
-        ("run.profile_steps=[1]", "run.profile_steps: field required, got [1]"),
-        ("run.profile_steps=[3, 2]", "run.profile_steps [3, 2]: give the first and the last step, counted from 1"),
-        (
-            "model.pattern=G",
-            "invalid model.pattern: 'G'; use the letters T (TSSA), D (gated delta rule)",
-        ),
     ],
 )
 def test_mistakes_are_one_line_and_write_nothing(workplace: Path, override: str, problem: str):
@@ -206,23 +192,6 @@ def test_folders_that_are_no_run_and_shards_that_are_damaged_are_refused(workpla
     shard.write_bytes(shard.read_bytes()[:-1])
     assert "train_00000.bin: damaged, " in refusal("tost train", "run.toml", "data.folder=mine", cwd=workplace)
     assert not (workplace / "runs").exists()
-
-
-def test_a_world_that_cannot_share_the_batch_says_so_once(workplace: Path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    done = subprocess.run(
-        [*launch, "-m", "tost_lm.pretrain.commands.train", "run.toml"],
-        cwd=workplace,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert said == [
-        "error: train.global_batch_size 4 is not divisible by 3 data ranks × train.micro_batch_size 1 = 3: set "
-        "parallel.sequence=3, or train.global_batch_size=6"
-    ]  # fmt: skip
 
 
 @pytest.mark.slow

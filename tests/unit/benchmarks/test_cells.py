@@ -50,24 +50,6 @@ def test_every_rival_of_the_model_is_measured(work: str):
     assert len(model.table_rows(cells)) == 1
 
 
-def test_the_longest_context_is_measured_in_turns_with_the_shortest(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(model, "ROUNDS", 7)
-    monkeypatch.setattr(model, "TOKENS_IN_ROUND", 2)
-    shape = {"layers": 1, "width": 8, "heads": 2, "vocab_size": 256}
-    cells = []
-    for name in ("ToST", "GPT-2, plain attention"):
-        rival = {"settings": {**model.COMMON, **model.RIVALS[name], **shape}, "attention": model.ATTENTION.get(name)}
-        cell = model.contexts_in_turns("cpu", [TOKENS, 4 * TOKENS], "float32", rival, budget_s=10)
-        assert [len(seconds) for seconds in cell["seconds"]] == [7, 7]
-        cells.append(
-            {"work": model.COST_OF_LENGTH, "tokens": 4 * TOKENS, "shortest_tokens": TOKENS, "rival": name, **cell}
-        )
-    (row,) = model.table_rows(cells)
-    assert row["tokens"] == "256 ÷ 64"
-    assert row["ToST"].endswith("×, 1×")
-    assert row["GPT-2, plain attention"].endswith("×, 4×")
-
-
 def test_the_delta_rule_is_timed_beside_all_its_matrix_products():
     tokens, heads, channels = 4 * GROUP_CHUNKS * CHUNK_TOKENS, 8, 16
     rounds = operator.beside_its_products("cpu", tokens, 1, heads, channels, "float32")

@@ -20,7 +20,7 @@ from benchmarks.gpu_ranks import LAYOUTS
 from benchmarks.gpu_settings import PARTS, GpuBenchmarkConfig
 from benchmarks.gpu_two_ranks import compared
 from benchmarks.measure import CHECKOUT, read_cells
-from tost_lm.config import EXIT_INTERRUPTED, load_config, validate
+from tost_lm.config import load_config, validate
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.pretrain.plan.settings import PlanConfig, results_file
 
@@ -135,22 +135,6 @@ def test_a_part_over_its_limit_keeps_its_traceback(hanging: tuple[Path, Path]):
             break
     assert "test_hanging.py" in cell["traceback"]  # of the hanging test
     assert "in gpu_tests" in cell["traceback"]  # of the process that waited for it
-    assert_ended_and_stored(held)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_part_ends_when_the_benchmark_is_interrupted(hanging: tuple[Path, Path], signum: signal.Signals):
-    began, held = hanging
-    command = [sys.executable, "-m", "benchmarks.gpu", "gpu.device=cpu", 'gpu.parts=["tests"]']
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as benchmark:
-        while not began.exists():
-            assert benchmark.poll() is None
-            time.sleep(0.1)
-        benchmark.send_signal(signum)
-        _, errors = benchmark.communicate()
-    assert benchmark.returncode == EXIT_INTERRUPTED, errors
     assert_ended_and_stored(held)
 
 

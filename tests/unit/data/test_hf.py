@@ -74,7 +74,7 @@ def test_texts_have_the_ids_of_the_library(pair: tuple[HfTokenizer, Pipeline]):
         assert tokenizer.decode(array) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.lists(st.sampled_from(HARD_CASES)).map("".join))
 @example(text="".join(HARD_CASES))
 @example(text=" ".join(HARD_CASES))
@@ -167,12 +167,6 @@ def test_the_end_of_text_token_must_be_named(tmp_path: Path):
 def test_settings_of_other_kinds_are_refused(name: str, value: Any, kind: str | None):
     with pytest.raises(ConfigError, match=rf"tokenizer\.{name}: tokenizer\.kind \w+ does not use it; remove it"):
         prep(Path("x"), kind=kind or "sentencepiece", **{name: value})
-
-
-def test_a_missing_path_is_refused():
-    tree = {"corpus": {"source": "x"}, "tokenizer": {"kind": "hf"}, "shards": {"folder": "x"}}
-    with pytest.raises(ConfigError, match=r"tokenizer\.path: not set; set it to a tokenizer\.json"):
-        validate(DataPrepConfig, tree, "test")
 
 
 def test_files_that_are_not_tokenizers_are_refused(tmp_path: Path):

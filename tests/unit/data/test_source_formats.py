@@ -112,17 +112,6 @@ def test_every_format_gives_the_same_rows_and_resumes_at_every_block(tmp_path, n
         assert fractions[-1] == 1
 
 
-def test_blocks_have_about_the_requested_size(tmp_path):
-    texts = [f"{n} " * 100 for n in range(2000)]
-    for name in FORMATS:
-        file = tmp_path / name
-        file.write_bytes(FORMATS[name](texts))
-        sizes = [len(block.payload) for block in read_blocks(corpus(file), block_bytes=50_000)]
-        assert max(sizes) < 60_000, name
-        assert all(size > 20_000 for size in sizes[:-1]), name
-        file.unlink()
-
-
 LINES = st.lists(
     st.one_of(
         st.text(max_size=30).map(lambda text: json.dumps({"text": text}, ensure_ascii=False).encode()),

@@ -113,25 +113,10 @@ def test_a_sample_does_not_depend_on_order_or_files(corpus, tmp_path):
         assert sample(prep_config(corpus, sample_bytes=most, seed=1)).texts != one.texts
 
 
-def test_a_sample_of_repeated_texts_does_not_depend_on_order(tmp_path):
-    rows = ["a" * 100] * 30 + ["b" * 100] * 30 + ["c" * 100] * 30
-    for number, order in enumerate((rows, rows[::-1], random.Random(0).sample(rows, 90))):
-        write_rows(tmp_path / f"{number}.jsonl", order)
-    samples = [sample(prep_config(tmp_path / f"{i}.jsonl", {"valid_fraction": 0}, sample_bytes=4550)) for i in range(3)]
-    assert samples[0] == samples[1] == samples[2]
-    assert sum(map(len, samples[0].texts)) == 4550
-
-
 def test_a_document_larger_than_the_sample_is_cut_between_characters(tmp_path):
     (tmp_path / "one.txt").write_text("é" * 5000)
     found = sample(prep_config(tmp_path / "one.txt", {"valid_fraction": 0}, sample_bytes=1001))
     assert found.texts == [("é" * 500).encode()]
-
-
-def test_a_sample_with_the_nanogpt_split(corpus):
-    found = sample(prep_config(corpus, {"split": "nanogpt"}))
-    assert found.documents == len(TEXTS) - 1
-    assert len(found.texts) == found.documents
 
 
 def test_bad_rows_are_skipped_up_to_the_allowed_fraction(tmp_path):
@@ -178,24 +163,10 @@ def test_a_lossy_tokenizer_is_refused():
         train_tokenizer.check_lossless(Lossy(model), texts)
 
 
-def test_reading_is_reported(corpus):
-    reports: list[tuple[int, int | None]] = []
-    found = sample_texts(prep_config(corpus), lambda *report: reports.append(report))
-    assert reports[-1] == (sum(map(len, found.texts)),) * 2
-
-
 def test_training_is_repeatable():
     first = train_sentencepiece(TEXTS, 400)
     assert train_sentencepiece(iter(TEXTS), 400) == first
     assert train_sentencepiece(TEXTS, 401) != first
-
-
-def test_training_is_reported():
-    reports: list[tuple[int, int]] = []
-    train_sentencepiece(TEXTS, 1000, report=lambda *report: reports.append(report))
-    assert reports == sorted(reports)
-    assert 900 <= reports[-1][0] <= 1000
-    assert {total for _, total in reports} == {1000}
 
 
 def test_the_largest_vocabulary_of_the_message_can_be_trained():
@@ -234,14 +205,6 @@ def test_errors_of_the_corpus_pass_through(error):
 def trainers() -> list[psutil.Process]:
     """The training processes among the children of this process."""
     return [child for child in psutil.Process().children() if "training_process" in " ".join(child.cmdline())]
-
-
-def test_errors_of_the_report_pass_through():
-    def fail(done: int, total: int) -> None:
-        raise BrokenPipeError
-
-    with pytest.raises(BrokenPipeError):
-        train_sentencepiece(TEXTS, 1000, report=fail)
 
 
 def test_ctrl_c_ends_training():

@@ -58,7 +58,7 @@ def test_hard_cases_are_lossless(tokenizer, text):
     assert tokenizer.eot not in ids
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(any_text | hard_text)
 @example("".join(HARD_CASES))
 def test_any_text_is_lossless(tokenizer, text):
@@ -100,10 +100,6 @@ def test_encoding_a_long_text_has_bounded_memory(tokenizer):
 def test_end_of_text_decodes_to_the_empty_string(tokenizer):
     assert tokenizer.eot == 1
     assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.eot, *tokenizer.encode(" b")]) == "a b"
-
-
-def test_newlines_are_merged(tokenizer):
-    assert len(tokenizer.encode("\n    ")) < 5
 
 
 def test_a_pickled_tokenizer_is_the_same(tokenizer):

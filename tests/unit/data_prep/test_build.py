@@ -165,7 +165,7 @@ def test_a_kill_while_publishing_is_recovered(built: Built, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["shards"]
 
 
-@pytest.mark.parametrize("change", ["corpus", "settings", "journal", "tokens"])
+@pytest.mark.parametrize("change", ["corpus", "settings", "tokens"])
 def test_a_different_build_is_not_resumed(built: Built, tmp_path, change):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_bytes(Path(built.config.corpus.source).read_bytes())
@@ -177,8 +177,6 @@ def test_a_different_build_is_not_resumed(built: Built, tmp_path, change):
         os.utime(corpus, (1, 1))
     elif change == "settings":
         config = prep_config(corpus, tmp_path / "shards", shard_tokens=1999)
-    elif change == "journal":
-        (aside / "journal.json").write_text("{")
     else:
         (aside / "train_00000.bin").write_bytes(b"")
         with pytest.raises(DataError, match=r"train_00000\.bin: shorter than at the last commit; delete"):
@@ -242,7 +240,7 @@ def test_rows_outside_the_length_limits_are_left_out(built: Built, tmp_path):
 def test_a_full_disk_is_one_line_and_nothing_is_lost(built: Built, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "read_blocks", partial(read_blocks, block_bytes=50_000))
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text((Path(built.config.corpus.source).read_text() + "\n") * 50)
+    corpus.write_text((Path(built.config.corpus.source).read_text() + "\n") * 20)
     config = prep_config(corpus, tmp_path / "shards", shard_tokens=10**6)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

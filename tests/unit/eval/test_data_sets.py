@@ -77,16 +77,6 @@ def test_rows_of_the_hub_become_files_in_the_published_format(capsys: pytest.Cap
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_downloaded_file_is_reused(capsys: pytest.CaptureFixture[str]):
-    downloaded = find_file("ptb")
-    assert downloaded.is_published is None
-    capsys.readouterr()
-    assert find_file("ptb") == downloaded
-    assert capsys.readouterr().out == ""
-    assert find_file("wikitext2").is_published is False
-
-
-@pytest.mark.usefixtures("hub")
 def test_a_missing_set_is_one_line_that_asks_for_a_file(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(
         ConfigError, match=r"^sets\.enwik8: not set, and .* give sets\.enwik8=FILE \(enwik8, the whole file\)"

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from evaluations import evaluate, scored
+from evaluations import scored
 
-from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
-from tost_lm.errors import DataError, TostError
+from tost_lm.errors import DataError
 from tost_lm.inference.requests import Likelihoods
 from tost_lm.tasks.scored import Example
 
@@ -136,14 +134,3 @@ def test_a_file_of_another_format_is_rejected(tokenizer, tmp_path: Path, text: s
     (tmp_path / "file").write_text(text)
     with pytest.raises(DataError, match=f"line 1: wrong format, the file looks like {likely}; give PIQA's validation"):
         scored("piqa@lm-eval").examples(tmp_path / "file", tokenizer, 100)
-
-
-def test_a_damaged_model_has_no_accuracy(run_folder: Path, make_model, tokenizer, tmp_path: Path):
-    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=64)
-    with torch.no_grad():
-        model.norm.weight[0] = torch.nan
-    write_checkpoint(run_folder / "checkpoints/step_00000100", model.config, model.state_dict(), tokenizer)
-    file = write(tmp_path / "piqa", PIQA)
-    with pytest.raises(TostError, match=r"step_00000100: its scores are not finite .*; use an earlier checkpoint"):
-        evaluate(run_folder, "piqa@lm-eval", sets={"piqa": file})
-    assert not (run_folder / "eval/piqa@lm-eval/results.json").exists()

@@ -1,20 +1,15 @@
 """Coding rates compared with explicit determinants, the bound and its equality, and the gradient of R_var."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from experiments.analysis.coding_rate import Rates, RunningRates, branch_rates, expand_heads, layer_rates, orthonormal
+from experiments.analysis.coding_rate import Rates, RunningRates, expand_heads, layer_rates, orthonormal
 from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.mixers.tssa.naive import TssaState, causal_tssa, memberships, token_scores
 from tost_lm.model.block import Block
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -52,21 +47,6 @@ def test_rates_of_prefixes_equal_explicit_determinants():
         coding, variational = written_out(w[:end], pi[:end])
         assert float(found.coding[i]) == pytest.approx(coding, rel=1e-12)
         assert float(found.variational[i]) == pytest.approx(variational, rel=1e-12)
-
-
-def test_tiles_do_not_change_the_rates(float64_model, monkeypatch: pytest.MonkeyPatch):
-    w, pi = draw(40, 3, 5), draw(40, 3, seed=1).softmax(-1)
-    running = RunningRates([9, 40])
-    for positions in (slice(0, 7), slice(7, 8), slice(8, 30), slice(30, 40)):
-        running.add(w[positions], pi[positions])
-    assert_equal(running.rates(), rates(w, pi, [9, 40]))
-    model, tokens = float64_model(), torch.randint(50, (33,), generator=torch.Generator().manual_seed(1))
-    whole = layer_rates(model, tokens)
-    monkeypatch.setattr("experiments.analysis.layers.TILE_TOKENS", 7)
-    for layer, tiled in zip(whole, layer_rates(model, tokens), strict=True):
-        torch.testing.assert_close(tiled, layer, rtol=1e-9, atol=1e-12)
-    for branch, layer in zip(branch_rates(model, tokens), whole, strict=True):
-        torch.testing.assert_close(branch, {name: layer[name] for name in branch}, rtol=1e-9, atol=1e-12)
 
 
 def test_the_operator_is_the_gradient_of_the_variational_rate():

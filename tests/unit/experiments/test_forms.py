@@ -1,9 +1,7 @@
 """The compared forms are their recurrences, causal, and of equal size; slots are the plugin."""
 
 import math
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +9,9 @@ from torch import Tensor
 
 from experiments.forms import recurrences
 from experiments.forms.catalog import CATALOG
-from experiments.forms.lm import FormLM
 from experiments.forms.mixers import MIXERS, Form, Mixer, Slots
-from experiments.training import train
 from tost_lm.model import ModelConfig
 from tost_lm.ops.positions import SequenceInfo
-from tost_lm.optim.settings import OptimConfig
 
 B, H, T, S, V, WIDTH = 2, 2, 23, 3, 4, 16
 SMALL = {name: Form(mixer=name, heads=H, keys=S, values=V) for name in MIXERS} | {  # pyright: ignore[reportArgumentType]
@@ -122,30 +117,3 @@ def test_the_slots_are_the_plugin(slots: ModuleType):
     torch.testing.assert_close(y_BTC, theirs(x_BTC), rtol=1e-12, atol=1e-12)
     assert state is not None
     assert sum(x[0].numel() for x in state) == (form.state_numbers or 0) + form.tap_numbers == 1024
-
-
-def test_a_stopped_training_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    rows = torch.randint(50, (8, 2, 9), generator=torch.Generator().manual_seed(0))
-    optim = OptimConfig(lr=1e-2, min_lr=1e-3)
-
-    def trained(until: int, name: str) -> tuple[dict[str, Any], FormLM]:
-        torch.manual_seed(0)
-        model = FormLM([SMALL["delta"]], WIDTH, 50)
-
-        def loss_of(step: int) -> Tensor:
-            if step == until:
-                raise KeyboardInterrupt
-            loss = model(rows[step, :, :-1], rows[step, :, 1:]).loss
-            assert loss is not None
-            return loss
-
-        return train(model, optim, 8, loss_of, tmp_path / name), model
-
-    whole, expected = trained(9, "whole")
-    monkeypatch.setattr("experiments.training.SAVE_EVERY_S", -1.0)
-    with pytest.raises(KeyboardInterrupt):
-        trained(5, "stopped")
-    again, model = trained(9, "stopped")
-    assert again["training_losses"] == whole["training_losses"]
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
-    assert not list(tmp_path.iterdir())

@@ -50,14 +50,6 @@ def test_bins_hold_the_means_of_their_positions(float64_model):
         torch.testing.assert_close(of_layers, torch.tensor(expected).tolist(), rtol=rtol, atol=0)
 
 
-def test_tiles_do_not_change_the_statistics(float64_model, monkeypatch: pytest.MonkeyPatch):
-    model, tokens = float64_model(pattern="TA"), draw(3, 40)
-    whole = by_position(model, tokens)
-    monkeypatch.setattr("experiments.analysis.layers.TILE_TOKENS", 7)
-    for found, expected in zip(by_position(model, tokens), whole, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-
-
 def test_fraction_of_variance_that_position_explains(float64_model):
     """It equals sums over tokens, and is 1 where memberships depend only on denom_bias."""
 

@@ -174,17 +174,6 @@ def test_settings_that_load_code_are_refused_by_name(saved: Path, tmp_path: Path
         find_evaluated(tmp_path / "copy").load("cpu")
 
 
-@pytest.mark.parametrize("built_in", ["eager", "sdpa", None])
-def test_a_folder_may_choose_an_attention_of_the_library(saved: Path, tmp_path: Path, built_in: str | None):
-    shutil.copytree(saved, tmp_path / "copy")
-    config = tmp_path / "copy/config.json"
-    chosen = {"attn_implementation": built_in, "quantization_config": None}
-    config.write_text(json.dumps(json.loads(config.read_text()) | chosen))
-    loaded = find_evaluated(tmp_path / "copy").load("cpu")
-    assert isinstance(loaded, HuggingFaceLM)
-    assert loaded.model.config._attn_implementation == (built_in or "sdpa")
-
-
 def test_code_in_a_folder_is_not_run_whatever_stdin_answers(saved: Path, tmp_path: Path):
     hostile = tmp_path / "hostile"
     shutil.copytree(saved, hostile)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tost_lm.inference.likelihood import continue_greedily, score_requests
-from tost_lm.inference.requests import Request, disjoint_windows, left_truncated, strided_windows
+from tost_lm.inference.requests import Request, disjoint_windows, strided_windows
 from tost_lm.testing import FLOAT32_REORDERED
 
 pytestmark = pytest.mark.quick
@@ -112,10 +112,3 @@ def test_strided_windows_are_those_of_hugging_faces_guide(tokens: int, window: i
         if end == tokens:
             break
     assert found == expected
-
-
-def test_left_truncation():
-    ids = np.arange(10)
-    assert left_truncated(ids, 8, 4).context.tolist() == [5, 6, 7]
-    assert left_truncated(ids, 8, 100).context.tolist() == list(range(8))
-    assert left_truncated(ids, 3, 4).context.tolist() == [2]

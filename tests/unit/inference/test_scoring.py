@@ -137,8 +137,3 @@ def test_results_are_reused_only_for_the_same_identity(run_folder: Path, capsys)
     capsys.readouterr()
     assert evaluated.reusable("p@1", identity) is None
     assert capsys.readouterr().out == f"{path} is damaged or was edited, and will be replaced\n"
-
-
-def test_a_step_folder_shares_the_results_of_its_run(run_folder: Path):
-    step = EvaluatedCheckpoint.find(run_folder / "checkpoints" / "step_00000100")
-    assert step.results_path("p").resolve() == EvaluatedCheckpoint.find(run_folder).results_path("p").resolve()

@@ -65,15 +65,6 @@ def test_the_head_is_the_embedding():
     assert (model(torch.tensor([[1, 2]])).logits[..., 7] == 0).all()
 
 
-def test_ignored_labels_are_not_counted():
-    model = TostLM(config())
-    tokens = torch.randint(50, (1, 6))
-    labels = tokens.clone()
-    labels[0, 3:] = -100
-    expected = torch.nn.functional.cross_entropy(model(tokens).logits[0, :3], tokens[0, :3])
-    torch.testing.assert_close(model(tokens, labels=labels).loss, expected)
-
-
 def test_more_tokens_than_positions_are_refused():
     model = TostLM(config())
     state = model(torch.zeros(1, 10, dtype=torch.int64)).state
@@ -139,8 +130,3 @@ def test_what_makes_no_model_is_named(settings: dict, message: str):
     with pytest.raises(ConfigError, match=message) as refused:
         config(**settings)
     assert str(refused.value).count("\n") == 0
-
-
-def test_heads_must_divide_the_width():
-    with pytest.raises(ConfigError, match=r"model\.width 32 is not divisible by model\.heads 5"):
-        config(heads=5)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from other_forms import other_forms
@@ -117,24 +116,6 @@ def test_a_stream_that_continues_after_a_tile_has_equal_bits(pattern: str):
     start = list(first)
     second = model.stream(tokens[20:], first.state, tile_tokens=10)
     assert torch.equal(torch.cat([*start, *second]), torch.cat(list(model.stream(tokens, tile_tokens=10))))
-
-
-def forms_of(tokens: Tensor) -> Iterator[Any]:
-    yield tokens
-    yield tokens.tolist()
-    yield iter(tokens)
-    yield tokens.numpy().astype(np.uint16)
-    yield (some for some in tokens.split(7))
-    yield (some.numpy().astype(np.uint32) for some in tokens.split([0, 50, 1, 0, len(tokens) - 51]))
-    yield chain([int(tokens[0])], [tokens[1:].numpy()])
-
-
-def test_ids_come_in_any_form():
-    tokens = ids(101)
-    for form in forms_of(tokens):
-        tiles = list(in_tiles(form, 20))
-        assert [tuple(tile.shape) for tile in tiles] == [(1, 20)] * 5 + [(1, 1)]
-        assert torch.equal(torch.cat(tiles, 1), tokens[None])
 
 
 @pytest.mark.parametrize("tokens", [torch.ones(2, 3, dtype=torch.int64), [0.5], "abc", [torch.ones(2)]])

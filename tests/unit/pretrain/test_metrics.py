@@ -133,15 +133,6 @@ def test_a_branch_with_other_data_counts_the_samples_of_that_data():
     assert (skipped["step"], skipped["samples"]) == (6, [8, 11])  # batch 2 of 4 samples
 
 
-def test_the_headline_of_a_test_set_is_printed(capsys: pytest.CaptureFixture[str]):
-    metrics = Metrics(config(), None, 1, CPU)
-    metrics.evaluation(evaluation_row(4))
-    metrics.close()
-    line = "step 4/20  lambada_openai@lm-eval  accuracy 0.25 ± 0.012346"
-    assert capsys.readouterr().out.splitlines()[-1] == line
-    assert re.fullmatch(TIME + re.escape(line) + "\n", (FOLDER / "log.txt").read_text())
-
-
 @pytest.mark.parametrize(
     ("loss", "words"), [(2.5, "loss 2.5000  perplexity 12.18"), (800.0, "loss 800.0000  perplexity inf")]
 )

@@ -27,7 +27,6 @@ from tost_lm.report.run import run_sections
 from tost_lm.tasks.heldout import NAME as HELDOUT
 from tost_lm.tasks.needle import NAME as NEEDLE
 from tost_lm.tasks.published import side_by_side
-from tost_lm.tasks.text import NAME as TEXT
 
 NASTY = (
     'x = `1`\n````\n</pre><script>alert(1)</script> & ![a](http://b/c.png) | "src="\n<img src="eval/report/loss.png">'
@@ -147,7 +146,7 @@ def test_the_model_is_compared_with_baselines(evaluated):
         assert figure in page.text
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, NASTY], ids=["image", "link", "tag", "cells", "page"])
+@pytest.mark.parametrize("name", ["".join(HOSTILE), NASTY], ids=["words", "page"])
 def test_names_are_only_text_whatever_they_hold(evaluated, name):
     """Those of baselines, checkpoints, the run, its folder and its environment."""
     change_results(evaluated, HELDOUT, baselines=[baseline(name, 4.5, 2.0)])
@@ -308,52 +307,6 @@ def test_growth_of_the_state_is_described(evaluated, pattern, kept, expected):
     page = text_of(evaluated)
     assert expected in page.text
     assert ("not expected to recall" in page.text) == (pattern == "T")
-
-
-@pytest.mark.parametrize(
-    ("lines", "layers", "positions"),
-    [
-        ('pattern = "T"', "token statistics (TSSA), linear in time", "16 positions"),
-        ('pattern = "A"', "softmax attention", "16 positions"),
-        (
-            'pattern = "TA"\nsoftmax.window = 8\npositions = "none"\ntssa.denom_bias = "head"',
-            "pattern TA: T token statistics (TSSA), linear in time, A softmax attention over 8 tokens",
-            "unlimited",
-        ),
-    ],
-)
-def test_layers_and_lengths_are_described(run_folder, lines, layers, positions):
-    config = run_folder / "config.toml"
-    kept = [line for line in config.read_text().splitlines()
-            if not line.startswith(("pattern", "window", "positions", "denom_bias"))]  # fmt: skip
-    config.write_text("\n".join(kept).replace("[model]", f"[model]\n{lines}"))
-    text = " ".join(text_of(run_folder).text.split())
-    assert f"layers {layers} shape" in text
-    assert f"vocabulary size 330 maximum length {positions} parameters" in text
-
-
-def test_scores_of_a_text_file_are_shown(run_folder):
-    assert "Text file" not in text_of(run_folder).text  # the model has 16 positions
-    evaluated = EvaluatedCheckpoint.find(run_folder)
-    results = {
-        "model": {
-            "tokens": 12_345, "bytes": 54_321, "nats_per_token": 3.25, "perplexity_per_token": 25.79,
-            "bits_per_byte": 1.0655,
-        },
-        "kept_tokens": 0, "state_bytes": 4321,
-    }  # fmt: skip
-    identity = evaluated.identity(None, None) | {"settings": {"text": {"file": "a_book.txt"}}}
-    evaluated.write_results(TEXT, identity, 0.0, results)
-    page = text_of(run_folder)
-    for words in (
-        "a_book.txt",
-        "3.2500",
-        "25.79",
-        "1.0655",
-        "12,345 tokens, 54,321 bytes",
-        "4,321 bytes; it is the same after",
-    ):
-        assert words in page.text
 
 
 def test_each_test_set_has_a_row(run_folder):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tost_lm.page import Page
-from tost_lm.report.record import RunRecord, compared_settings
+from tost_lm.report.record import RunRecord
 from tost_lm.report.run import overview
 from tost_lm.report.training import branches
 
@@ -76,10 +76,3 @@ def test_the_figure_has_validation_losses_if_all_runs_have_them(run_folder: Path
     assert "3.5000" in text
     _, *lines = csv.reader(page.charts["f/branches"].table().splitlines())
     assert lines == [["60", "3.5", "2.5"]]
-
-
-def test_branches_from_trunks_of_other_seeds_are_compared_as_one_group():
-    configs = [
-        {"train": {"seed": seed, "branch_from": f"runs/trunk-{seed}/checkpoints/step_00000050"}} for seed in (0, 1)
-    ]
-    assert compared_settings(configs[0]) == compared_settings(configs[1]) == {"train.branch_from": "step_00000050"}

@@ -55,12 +55,6 @@ def test_the_loss_figure_has_training_and_validation_by_step(run_folder):
     assert "on 128 held-out tokens: last 4.2500 nats per token at step 100, lowest 4.2500" in text
 
 
-def test_the_lowest_validation_loss_ignores_nan(run_folder):
-    add_rows(run_folder / "validation.jsonl", measurement(30, None), measurement(60, 4.5), measurement(90, None))
-    text = losses(RunRecord.read(run_folder), Page("", figures="f"))
-    assert "last NaN at step 90, lowest 4.5000 nats per token at step 60" in text
-
-
 def test_sections_without_data_are_empty(run_folder):
     (run_folder / "metrics.jsonl").unlink()
     run, page = RunRecord.read(run_folder), Page("", figures="f")
@@ -121,17 +115,6 @@ def test_a_damaged_row_is_one_line(run_folder, file, row, problem):
     with pytest.raises(ConfigError) as error:
         read_record(path)
     assert str(error.value) == f"{path}, line 2: damaged: {problem}; correct or remove the line"
-
-
-def test_many_events_are_shortened(run_folder):
-    add_rows(
-        run_folder / "events.jsonl",
-        *[{"step": i, "event": "skipped", "why": "loss is inf", "samples": [i, i]} for i in range(1, 61)],
-    )
-    text = events(RunRecord.read(run_folder))
-    assert text.count("| skipped step |") == 50
-    assert "| 11 | skipped step |" in text
-    assert "the last 50 of 60 events; `events.jsonl`" in text
 
 
 def test_figures_accept_nan_and_infinity(recwarn):

@@ -12,8 +12,6 @@ from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.extra.vision.classifier import TostVision
 from tost_lm.extra.vision.settings import VisionConfig
-from tost_lm.optim.adamw import parameter_groups
-from tost_lm.testing import assert_close
 
 SIZES = {"layers": 3, "heads": 2, "width": 16, "classes": 5}
 
@@ -61,31 +59,6 @@ def test_weights_are_drawn_as_released_and_not_on_the_meta_device():
         before = torch.get_rng_state()
         assert all(weight.is_meta for weight in TostVision(config_of()).state_dict().values())
         assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_vectors_do_not_decay():
-    groups = parameter_groups(model := TostVision(config_of()), 0.05)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    kept = {names[id(parameter)] for parameter in groups[1]["params"]}
-    assert kept == {name for name in names.values() if not name.endswith("weight")} | {
-        name for name in names.values() if "norm" in name
-    }
-
-
-def test_training_drops_branches_for_whole_images():
-    torch.manual_seed(0)
-    model = TostVision(config_of(drop_path=0.25))
-    scale = model.get_submodule("blocks.0.mixer_scale")
-    x = torch.randn(4000, 2, 16)
-    assert torch.equal(scale.eval()(x), x)
-    dropped = scale.train()(x)
-    kept = dropped.flatten(1).any(1)
-    # Standard error of a share p of n draws: √(p·(1−p)/n).
-    assert abs(kept.float().mean() - 0.75) < 5 * (0.75 * 0.25 / len(x)) ** 0.5
-    assert_close(dropped[kept], x[kept] / 0.75, 1e-6)
-    images = torch.randn(2, 3, 32, 32)
-    assert not torch.equal(model.train()(images), model(images))
-    assert torch.equal(model.eval()(images), model(images))
 
 
 @pytest.mark.parametrize(

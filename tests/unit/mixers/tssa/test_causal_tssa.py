@@ -40,14 +40,6 @@ def test_equals_loops_over_the_formulas(backend, seed: int, B: int, T: int, H: i
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-def test_bias_may_differ_between_sequences():
-    w, temp, _ = inputs(3, 2, 5, 3, 4)
-    bias_BHT = torch.randn(2, 3, 5, dtype=torch.float64)
-    both, _ = causal_tssa(w, temp, bias_BHT)
-    for b in range(2):
-        torch.testing.assert_close(both[b : b + 1], causal_tssa(w[b : b + 1], temp, bias_BHT[b])[0])
-
-
 def test_statistics_of_low_precision_inputs_are_float32():
     w, temp, bias = (x.bfloat16() for x in inputs(6, 1, 64, 2, 4))
     y, state = causal_tssa(w, temp, bias, output_final_state=True)
