@@ -67,6 +67,12 @@ def test_a_call_that_raises_fails_with_its_message():
     assert check(replace(adapter, has_documents=False)).with_result("fails") == []
 
 
+def test_a_report_is_a_table():
+    lines = str(check(toy_adapter("NaN spread by a triangular product"))).splitlines()
+    assert [line.count("|") for line in lines] == [6] * (2 + len(EQUALITIES))
+    assert lines[-1].startswith(f"| {NAN} | fails | inf | 1e-10 | outputs with a NaN at token")
+
+
 def attention_with_cache(
     mixer: nn.Module, x_BTC: Tensor, *, state: tuple[Tensor, Tensor] | None, **_: Any
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:

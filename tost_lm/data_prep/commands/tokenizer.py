@@ -86,7 +86,3 @@ def run() -> NoReturn:
         positional="[CONFIG]",
         config=DataPrepConfig,
     )
-
-
-if __name__ == "__main__":
-    run()
