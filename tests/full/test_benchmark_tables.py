@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import generation, long, loss, precision, training
+from benchmarks import long, precision, training
 from benchmarks.precision import losses
 from tost_lm.config import Section, load_config, validate
 
@@ -34,11 +34,6 @@ def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         return json.loads(path.read_text())["cells"], written
 
     return measure
-
-
-def works_and_rivals(cells: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    assert all(len(cell["seconds"]) == 7 and min(cell["seconds"]) > 0 for cell in cells)
-    return [(cell["work"], cell["rival"]) for cell in cells]
 
 
 def test_the_training_step_and_the_engine(measure: Measure, tmp_path: Path):
@@ -68,21 +63,6 @@ def test_tiles_beside_whole_rows(measure: Measure):
     assert all(cell["seconds"] > 0 and cell["peak_bytes"] > 1e8 for cell in cells)
     assert {length: len(seconds) for length, seconds in turns["turns"]["seconds"].items()} == {"64": 2, "256": 2}
     assert len(table) == 2 + 3
-
-
-def test_the_loss_and_its_rivals(measure: Measure):
-    tree = {"shape": {"width": 8, "vocab_size": 64}, "bench": {**BENCH, "lengths": [128]}}
-    cells, table = measure(loss, loss.LossBenchmarkConfig, tree)
-    assert [rival for _, rival in works_and_rivals(cells)] == list(loss.RIVALS)
-    assert len(table) == 2 + 1
-
-
-def test_generation_and_its_rival(measure: Measure):
-    tree = {"shape": SHAPE, "bench": {"device": "cpu", "tokens": 64, "lengths": 4}}
-    (together, alone), table = measure(generation, generation.GenerationBenchmarkConfig, tree)
-    lengths = [list(times) for times in (together["seconds"], together["prefix_seconds"], alone["extra_bytes"])]
-    assert lengths == [["1", "16", "32", "48", "64"]] * 3
-    assert len(table) == 2 + 4
 
 
 def test_precision_and_a_plain_loop_that_trains_as_deepspeed(monkeypatch: pytest.MonkeyPatch):

@@ -68,20 +68,6 @@ def test_a_single_rank_updates_its_float32_weights_in_place():
     assert run_on_ranks(updates_in_place, 1, cases) == [[True, True, True, True, False]]
 
 
-def curves_of_layouts(bfloat16: bool) -> list[Curve]:
-    layouts = [ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(sequence=2, zero_stage=3)]
-    engines = (build_engine(layout, "adamw", bfloat16=bfloat16) for layout in layouts)
-    return [train_steps(engine, "adamw", range(5)) for engine in engines]
-
-
-@pytest.mark.slow
-def test_bfloat16_training_stays_near_float32():
-    wide, narrow = (torch.tensor(run_on_ranks(curves_of_layouts, 2, choice)[0]) for choice in (False, True))
-    assert not torch.equal(wide, narrow)
-    torch.testing.assert_close(narrow[..., 0], wide[..., 0], rtol=0, atol=0.05)
-    torch.testing.assert_close(narrow[..., 1], wide[..., 1], rtol=0.05, atol=0)
-
-
 def curves_in_buckets(layouts: list[ParallelConfig], bfloat16: bool) -> list[tuple[Curve, Curve, int]]:
     """Trained with one bucket and with buckets of the largest parameter, and how many of these there are at least."""
     found = []

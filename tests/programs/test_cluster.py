@@ -202,14 +202,6 @@ def test_without_the_environment_the_launcher_asks_to_activate_it(tmp_path: Path
     assert launched.stderr == f"error: {error}\n"
 
 
-def test_the_slurm_scripts_options_precede_its_commands():
-    lines = (CLUSTER / "train.sbatch").read_text().splitlines()
-    begin = next(number for number, line in enumerate(lines) if not line.startswith("#"))
-    assert not any(line.startswith("#SBATCH") for line in lines[begin:])  # Slurm ignores later options
-    options = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
-    assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1", "--signal=TERM@300"} <= options
-
-
 def test_the_slurm_script_finds_the_launcher_of_a_checkout_and_a_copied_one(tmp_path: Path):
     (tmp_path / "launch.sh").touch()
     (find,) = [line for line in (CLUSTER / "train.sbatch").read_text().splitlines() if line.startswith("export LAUNCH")]

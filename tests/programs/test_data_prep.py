@@ -195,18 +195,3 @@ def test_errors_are_one_line_and_change_no_output(config, tmp_path):
         assert "other files" in refusal("tost prepare shards", config, f"shards.folder={folder}", cwd=tmp_path)
     assert (tmp_path / "web/index.html").read_text() == "years of work"
     assert snapshot(tmp_path / "out") == before
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ([], "passages.file: not set; set it to the file to write"),
-        (["passages.file=p.jsonl", "passages.text=no.txt"], "no.txt"),
-        (["passages.file=p.jsonl", "passages.text=short.txt"], "no document has 100 lines; give longer documents"),
-        (["passages.file=p.jsonl", "passages.lines=[4, 2]"], "passages.lines: [4, 2] is no range"),
-    ],
-)
-def test_passages_that_cannot_be_written(config, tmp_path, words: list[str], problem: str):
-    (tmp_path / "short.txt").write_text("One line.\n")
-    assert problem in refusal("tost prepare passages", config, *words, cwd=tmp_path)
-    assert not (tmp_path / "p.jsonl").exists()

@@ -245,22 +245,6 @@ def test_results_are_reused_until_a_setting_changes(copy: Path):
     assert "not the newest checkpoint" in (home / "report.md").read_text()
 
 
-def test_a_damaged_checkpoint_is_reported_and_skipped(copy: Path):
-    (damaged,) = (copy / "runs/tiny/checkpoints/step_00000012").glob("model-*.safetensors")
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    output = run("tost generate", "runs/tiny", "sample.tokens=2", cwd=copy)
-    assert f"step_00000012/{damaged.name}: damaged" in output
-    assert results(copy / "runs/tiny", SAMPLE)["identity"]["checkpoint"] == "step_00000008"
-
-
-def test_damaged_shards_and_settings_are_rejected(copy: Path):
-    (copy / "out").unlink()
-    assert "not a shard folder" in refusal("tost eval", "runs/tiny", "heldout", cwd=copy)
-    (copy / "runs/tiny/config.toml").write_text("[data\n")
-    for program, *words in (("tost eval", "heldout"), ("tost report",)):
-        assert "runs/tiny/config.toml: not valid TOML" in refusal(program, "runs/tiny", *words, cwd=copy)
-
-
 @pytest.mark.quick
 def test_a_flipped_bit_in_the_held_out_text_is_noticed(copy: Path, prepared: Path):
     shutil.copytree(prepared / "out/shards", copy / "shards")

@@ -159,8 +159,3 @@ def test_mistakes_are_one_line_before_anything_is_trained(
     assert problem in output
     assert "\n" not in output
     assert snapshot(workplace).keys() == {"run.toml", "wiki.test.raw", "lambada.jsonl"}
-
-
-def test_tasks_without_an_interval_are_rejected(workplace: Path, words: list[str]):
-    output = refusal("tost train", "run.toml", words[3], cwd=workplace)
-    assert "evaluation.tasks is set without evaluation.every: set the number of steps between evaluations" in output

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -97,19 +96,6 @@ def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(
     said = refusal("tost train", *words, "optim.lr=2e-2", "train.seed=1", cwd=workplace)
     assert said.splitlines()[1:] == ["optim.lr: 0.01 → 0.02", "train.seed: 0 → 1"]
     assert snapshot(workplace / "runs") == before
-
-
-def test_a_number_of_tokens_resumes_when_it_is_typed_again(workplace: Path, never_stopped: Path):
-    words = ["run.toml", "train.tokens=3.072e3", "train.batch_tokens=256"]
-    run("tost train", *words, "run.stop_at_step=5", cwd=workplace)
-    assert "resuming from runs/tiny/checkpoints/step_00000005" in run("tost train", *words, cwd=workplace)
-    recorded = tomllib.loads((workplace / "runs/tiny/config.toml").read_text())["train"]
-    assert (recorded["steps"], recorded["global_batch_size"]) == (12, 4)
-    assert [step for step, *_ in curve(workplace, "tiny")] == [step for step, *_ in curve(never_stopped, "tiny")]
-    events = [(row["event"], row["step"], row.get("why")) for row in read_rows(workplace / "runs/tiny/events.jsonl")]
-    ends = [("stopped", 5, "run.stop_at_step"), ("done", 12, None)]
-    assert events == [("started", 0, None), ends[0], ("resumed", 5, None), ends[1]]
-    assert "train.steps: 12 → 13" in refusal("tost train", "run.toml", "train.tokens=3073", cwd=workplace)
 
 
 def test_a_run_whose_validation_loss_does_not_fall_ends_early(workplace: Path):

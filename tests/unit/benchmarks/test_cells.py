@@ -4,12 +4,8 @@ cell a process of its own."""
 from functools import partial
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode, bmm_flop
 
 from benchmarks import model, operator
-from tost_lm.mixers.delta.chunked import delta_rule_chunks
-from tost_lm.mixers.delta.settings import CHUNK_TOKENS, GROUP_CHUNKS
 
 TOKENS = 64
 
@@ -48,24 +44,3 @@ def test_every_rival_of_the_model_is_measured(work: str):
     assert tost < 4 * TOKENS
     assert gpt2 == ([0, 0] if work == model.TRAINING else [TOKENS * 2 * 8 * 4] * 2)
     assert len(model.table_rows(cells)) == 1
-
-
-def test_the_delta_rule_is_timed_beside_all_its_matrix_products():
-    tokens, heads, channels = 4 * GROUP_CHUNKS * CHUNK_TOKENS, 8, 16
-    rounds = operator.beside_its_products("cpu", tokens, 1, heads, channels, "float32")
-    assert {name: len(seconds) for name, seconds in rounds.items()} == {"seconds": 7, "product_seconds": 7}
-    line = operator.products_line({"tokens": tokens, "seconds": [3.0], "product_seconds": [2.0]})
-    assert "1.50 × the time of its matrix products alone" in line
-
-    *inputs, initial = (
-        torch.rand(*shape).requires_grad_()
-        for shape in (*[(tokens, heads, channels)] * 3, *[(tokens, heads)] * 2, (1, heads, channels, channels))
-    )
-    in_place = {torch.ops.aten.baddbmm_: lambda _, left, right, **out: bmm_flop(left, right)}
-    with FlopCounterMode(display=False, custom_mapping=in_place) as of_rule:
-        y, _ = delta_rule_chunks(*inputs, initial, [tokens])  # pyright: ignore[reportCallIssue]
-        y.sum().backward()
-    with FlopCounterMode(display=False) as of_products:
-        operator.delta_products("cpu", tokens, heads, channels)()
-    solved = 2 * (tokens // CHUNK_TOKENS) * heads * (2 * CHUNK_TOKENS**2 * channels)
-    assert of_products.get_total_flops() == of_rule.get_total_flops() + solved

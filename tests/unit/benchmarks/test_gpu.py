@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from benchmarks import gpu
-from benchmarks.engine import packed_batches
 from benchmarks.gpu_parts import by_class
 from benchmarks.gpu_ranks import LAYOUTS
 from benchmarks.gpu_settings import PARTS, GpuBenchmarkConfig
@@ -82,17 +81,6 @@ def test_without_other_packages_steps_are_measured_in_a_plain_loop(tmp_path: Pat
     assert [cell.get("failed") for cell in steps] == [None] * 3
     assert "plain loop" in steps[0]["case"]
     assert ranks["failed"] == "not tried: deepspeed is not installed"
-
-
-def test_packed_samples_are_full_of_documents_that_differ_between_batches():
-    one, other = packed_batches(2, 16, 1024, 64, "cpu")
-    assert one.cu_seqlens is not None
-    assert other.cu_seqlens is not None
-    for ends in (one.cu_seqlens.tolist(), other.cu_seqlens.tolist()):
-        assert ends == sorted(set(ends))
-        assert {*range(0, 16 * 1024 + 1, 1024)} < {*ends}
-    assert one.tokens.shape == one.labels.shape == (1, 16 * 1024)
-    assert one.cu_seqlens.tolist() != other.cu_seqlens.tolist()
 
 
 HANGING = """

@@ -295,21 +295,6 @@ def test_invalid_utf8_in_a_table_is_a_bad_row(tmp_path, binary, kind):
     ]
 
 
-def test_array_items_are_not_changed(tmp_path):
-    file = tmp_path / "a.json"
-    file.write_text(
-        '[{"text": "\\ud800"}, {"text": "\\ud83d\\ude00"}, {"text": "a", "n": 123456789012345678901234567890},'
-        ' 7, {"body": "x"}]'
-    )
-    config = corpus(file)
-    surrogate, *middle, number, field = read(config)
-    assert surrogate == BadRow(0, f"{file}, item 0", "character 0 of field 'text' is a lone surrogate")
-    assert middle == [Document(1, "😀"), Document(2, "a")]
-    assert number == BadRow(3, f"{file}, item 3", "not a JSON object but a number")
-    assert isinstance(field, BadRow)
-    assert "fields there: body" in field.reason
-
-
 @pytest.mark.parametrize("sign", ["\n", "\r\n", "\r", "\t", "\0", "\x1f"])
 def test_a_control_character_in_an_array_makes_one_bad_row(tmp_path, sign):
     file = tmp_path / "a.json"

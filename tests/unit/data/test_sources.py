@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -215,17 +214,6 @@ def test_a_bad_line_is_named_and_the_rest_is_read(tmp_path, line, reason):
     assert "\n" not in bad.reason
 
 
-@pytest.mark.parametrize("names", [["a\nb\u2028\ud800é\x1b[0m"], ["x" * 10_000], [f"field {n}" for n in range(5000)]])
-def test_field_names_are_listed_on_a_short_line(tmp_path, names):
-    (tmp_path / "a.jsonl").write_text(json.dumps(dict.fromkeys(names, 1)))
-    (bad,) = read(tmp_path)
-    assert isinstance(bad, BadRow)
-    assert bad.reason.isprintable()
-    assert len(bad.reason.encode()) < 300
-    shown = r"there: (a\\nb\\u2028\\ud800é\\x1b\[0m|x{200} …|field 0, .*, field 7 …)$"
-    assert re.search(shown, bad.reason)
-
-
 def not_utf8(byte: int) -> str:
     return f"byte {byte} is not UTF-8 (convert the text, for example with iconv)"
 
@@ -320,21 +308,6 @@ def test_a_hub_dataset_resumes_at_every_block(hub_folder, streaming):
     assert len(blocks) > 4
     for number, block in enumerate(blocks, start=1):
         assert list(read_blocks(config, block.end, block_bytes=2000)) == blocks[number:]
-
-
-def test_a_hub_dataset_is_counted_by_its_metadata(hub_folder):
-    config = corpus(f"hub:{hub_folder}", hub_subset="de")
-    assert [block.fraction_read for block in read_blocks(config)] == [1.0]
-    assert count_rows(config) == 1
-    unknown = corpus(f"hub:{hub_folder}")
-    assert {block.fraction_read for block in read_blocks(unknown)} == {None}
-    downloaded = corpus(f"hub:{hub_folder}", hub_streaming=False)
-    assert [block.fraction_read for block in read_blocks(downloaded)] == [1.0]
-    assert fingerprint(downloaded) == fingerprint(unknown)
-    before = fingerprint(unknown)
-    assert before == fingerprint(unknown) != fingerprint(config)
-    os.utime(hub_folder / "en/train.parquet", (1, 1))
-    assert before != fingerprint(unknown)
 
 
 def test_a_hub_dataset_with_a_loading_script_names_the_fix(hub_folder):

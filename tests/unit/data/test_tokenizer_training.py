@@ -179,11 +179,6 @@ def test_the_largest_vocabulary_of_the_message_can_be_trained():
         train_sentencepiece(TEXTS, int(most[1]) + 1)
 
 
-def test_a_vocabulary_too_small_for_the_characters_is_refused():
-    with pytest.raises(DataError, match=r"vocab_size 300: too small .* at least 1258"):
-        train_sentencepiece(["".join(map(chr, range(0x4E00, 0x4E00 + 1000)))], 300)
-
-
 @pytest.mark.parametrize("texts", [[], [""], ["\0"]])
 def test_no_training_text_is_refused(texts):
     with pytest.raises(DataError, match="no training text; add text"):

@@ -97,11 +97,6 @@ def test_encoding_a_long_text_has_bounded_memory(tokenizer):
         assert peak < 3 * array.nbytes + len(text)
 
 
-def test_end_of_text_decodes_to_the_empty_string(tokenizer):
-    assert tokenizer.eot == 1
-    assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.eot, *tokenizer.encode(" b")]) == "a b"
-
-
 def test_a_pickled_tokenizer_is_the_same(tokenizer):
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.sha256 == tokenizer.sha256

@@ -1,7 +1,6 @@
 """Suites of tasks: their settings, checks before anything is measured, and the table of results."""
 
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import pytest
@@ -144,23 +143,3 @@ def test_the_table_has_every_result_with_its_error_reference_and_published_resul
     assert "<title>Evaluation of run</title>" in html
     before = page.read_bytes()
     assert write_suite(EvaluatedCheckpoint.find(run_folder), tasks, failed).read_bytes() == before
-
-
-def test_a_length_of_a_needle_has_the_mean_over_all_depths_and_its_error(run_folder: Path):
-    """With equally many examples the mean of the depths is that of all examples, and errors add in squares."""
-    right = {0.0: [1, 0, 1, 1], 1.0: [0, 0, 1, 0]}
-    error = {depth: stdev(own) / 2 for depth, own in right.items()}
-    cells = [
-        {"length": 64, "depth": depth, "samples": 4, "choice_accuracy": mean(own),
-         "choice_accuracy_standard_error": error[depth], "control_choice_accuracy": 0.25,
-         "control_choice_accuracy_standard_error": None}
-        for depth, own in right.items()
-    ]  # fmt: skip
-    write(run_folder, "needle@words", cells=cells, chance=0.1)
-    write_suite(EvaluatedCheckpoint.find(run_folder), find_tasks(["needle"]), {})
-    [row] = cells_of((run_folder / "eval/suite.md").read_text())
-    expected = (error[0.0] ** 2 + error[1.0] ** 2) ** 0.5 / 2
-    assert row == [
-        "needle@words", "choice accuracy", f"50.00% ± {expected:.2%}", "chance 10.00%, control 25.00%", "8", "64", "–",
-        "no: the sentences are our own",
-    ]  # fmt: skip

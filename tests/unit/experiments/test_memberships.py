@@ -50,34 +50,6 @@ def test_bins_hold_the_means_of_their_positions(float64_model):
         torch.testing.assert_close(of_layers, torch.tensor(expected).tolist(), rtol=rtol, atol=0)
 
 
-def test_fraction_of_variance_that_position_explains(float64_model):
-    """It equals sums over tokens, and is 1 where memberships depend only on denom_bias."""
-
-    def written_out(pi_NTH: torch.Tensor) -> float:
-        sequences, tokens, _ = pi_NTH.shape
-        each = [(n, t) for n in range(sequences) for t in range(tokens)]
-        within = sum(float((pi_NTH[n, t] - pi_NTH[:, t].mean(0)).square().sum()) for n, t in each)
-        total = sum(float((pi_NTH[n, t] - pi_NTH.mean((0, 1))).square().sum()) for n, t in each)
-        return 1 - (within / (tokens * (sequences - 1))) / (total / (tokens * sequences - 1))
-
-    model, tokens = float64_model(), draw(5, 20)
-    with torch.inference_mode(), recorded_memberships(model) as recorded:
-        model(tokens)
-    found = by_position(model, tokens)
-    for layer, pi_NTH in enumerate(recorded):
-        assert found.explained[layer] == pytest.approx(written_out(pi_NTH), rel=1e-9)
-        bins = [written_out(pi_NTH[:, a:b]) for a, b in ((0, 8), (8, 16), (16, 20))]
-        assert found.explained_within[layer] == pytest.approx(bins, rel=1e-9)
-        deviations = [pi_NTH[:, a:b].var(0).mean(0).sqrt() for a, b in ((0, 8), (8, 16), (16, 20))]
-        torch.testing.assert_close(found.deviation_LPH[layer], torch.stack(deviations), rtol=1e-9, atol=0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("mixer.in_proj.weight"):
-                parameter.zero_()
-    assert by_position(model, tokens).explained == pytest.approx([1, 1], rel=1e-9)
-    assert by_position(model, tokens[:1]).explained == [None, None]
-
-
 def test_probes_continue_after_the_context(float64_model, monkeypatch: pytest.MonkeyPatch):
     """Context and probe in tiles equal one sequence."""
     model, probes, context = float64_model(**FREE, pattern="TA"), draw(2, 9), draw(30)

@@ -87,27 +87,6 @@ def test_positions_that_are_computed_have_no_parameters():
     assert len(set(counts.values())) == 1
 
 
-def first_input(model: TostLM, tokens: torch.Tensor) -> torch.Tensor:
-    """The input of the first block."""
-    seen: list[torch.Tensor] = []
-    hook = model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    model(tokens)
-    hook.remove()
-    return seen[0]
-
-
-def test_sinusoidal_positions_are_as_large_as_learned_ones():
-    torch.manual_seed(0)
-    tokens = torch.zeros(1, 16, dtype=torch.int64)
-    added = {}
-    for positions in ("learned", "sinusoidal", "none"):
-        model = TostLM(config(positions=positions, width=256))
-        added[positions] = (first_input(model, tokens) - model.embedding(tokens)).square().mean().sqrt().item()
-    assert added["none"] == 0
-    assert added["sinusoidal"] == pytest.approx(0.02, rel=1e-3)
-    assert added["learned"] == pytest.approx(0.02, rel=0.05)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

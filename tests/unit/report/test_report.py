@@ -249,14 +249,6 @@ def test_missing_results_name_their_command(run_folder):
     assert "img" not in [tag for tag, _ in page.tags]
 
 
-def test_commands_for_a_mixture_ask_for_the_text(run_folder):
-    config = run_folder / "config.toml"
-    named = re.search(r'^folder = (".*")$', config.read_text(), re.MULTILINE)
-    assert named
-    config.write_text(config.read_text().replace(named[0], f"mixture = {{ {named[1]} = 1.0 }}"))
-    assert f"tost eval {run_folder} heldout heldout.shards=FOLDER" in text_of(run_folder).text
-
-
 @pytest.mark.quick
 def test_reports_are_reproducible(run_folder):
     def written() -> dict[str, bytes]:
@@ -291,41 +283,6 @@ def test_few_documents_allow_no_conclusion(evaluated):
     assert "3 of 27 held-out documents" in page.text
     assert "3 documents are too few for a standard error" in page.text
     assert "better than" not in page.text
-
-
-@pytest.mark.parametrize(
-    ("pattern", "kept", "expected"),
-    [
-        ("T", 0, "it is the same after any number of tokens"),
-        ("TA", 64, "grows up to the attention window of 64 tokens"),
-        ("TA", None, "it grows with every token (softmax attention)"),
-    ],
-)
-def test_growth_of_the_state_is_described(evaluated, pattern, kept, expected):
-    change_results(evaluated, NEEDLE, pattern=pattern)
-    change_results(evaluated, SAMPLE, kept_tokens=kept)
-    page = text_of(evaluated)
-    assert expected in page.text
-    assert ("not expected to recall" in page.text) == (pattern == "T")
-
-
-def test_each_test_set_has_a_row(run_folder):
-    assert "test sets" not in text_of(run_folder).text
-    evaluated = EvaluatedCheckpoint.find(run_folder)
-    totals = {
-        "lambada_openai@lm-eval": {"examples": 5153, "accuracy": 0.32561, "accuracy_standard_error": 0.00653},
-        "wikitext2@lm-eval": {"examples": 62, "word_perplexity": 37.37},
-        "hellaswag@lm-eval": {"examples": 10042, "normalized_accuracy": 0.3114, "chance": 0.25},
-    }
-    for protocol, model in totals.items():
-        headline = list(model)[1]
-        results = {"model": model, "headline": headline, "by_token": False}
-        results["published_file"] = protocol.startswith("lambada")
-        evaluated.write_results(protocol, evaluated.identity(None, None), 0.0, results)
-    text = " ".join(text_of(run_folder).text.split())
-    assert "lambada_openai@lm-eval accuracy 32.56% ± 0.65% 5,153 published file step_" in text
-    assert "wikitext2@lm-eval word perplexity 37.37 62 not the published file step_" in text
-    assert "hellaswag@lm-eval normalized accuracy 31.14% (chance 25.00%) 10,042 not the published file step_" in text
 
 
 def test_a_model_folder_has_a_report_and_a_checkpoint_of_a_run_has_none(run_folder: Path, tmp_path: Path):

@@ -65,14 +65,3 @@ def test_branches_are_listed_by_step_with_their_losses(run_folder: Path, add_bra
     text = overview(RunRecord.read(early))
     assert r"| branch of | runs/run/checkpoints/step\_00000050, data continued |" in text
     assert "| mean throughput | 256 tokens/s |" in text  # 10 steps of 32 tokens in 1.25 s
-
-
-def test_the_figure_has_validation_losses_if_all_runs_have_them(run_folder: Path, add_branch):
-    for folder, loss in ((add_branch("branch", 50, 60), 2.5), (run_folder, 3.5)):
-        row = {"step": 60, "loss": loss, "tokens": 9, "position_ends": [8], "loss_by_position": [loss]}
-        write_rows(folder / "validation.jsonl", row)
-    page = Page("", figures="f")
-    text = branches(RunRecord.read(run_folder), page)
-    assert "3.5000" in text
-    _, *lines = csv.reader(page.charts["f/branches"].table().splitlines())
-    assert lines == [["60", "3.5", "2.5"]]

@@ -34,33 +34,6 @@ def test_presets_have_the_parameters_of_the_released_models(preset: str, million
     assert model.config.layer_scale == (1.0 if preset.endswith("12") else 1e-5)
 
 
-def test_weights_are_drawn_as_released_and_not_on_the_meta_device():
-    def draw(seed: int) -> TostVision:
-        torch.manual_seed(seed)
-        return TostVision(config_of(width=64, classes=300, layer_scale=1e-5))
-
-    model, same, other = draw(0).state_dict(), draw(0).state_dict(), draw(1).state_dict()
-    assert all(torch.equal(model[name], same[name]) for name in model)
-    assert not torch.equal(model["head.weight"], other["head.weight"])
-    normal = [n for n, w in model.items() if n == "class_token" or (w.dim() == 2 and n != "positions.weight")]
-    drawn = torch.cat([model[name].flatten() for name in normal])
-    # The standard error of a standard deviation of n draws is its value / √(2n).
-    assert abs(drawn.std().item() / 0.02 - 1) < 5 / (2 * len(drawn)) ** 0.5
-    uniform = {"positions.weight": 64, "embedding.convolutions.3.weight": 32 * 9}
-    for name, inputs in uniform.items():
-        assert 0.95 < model[name].abs().max() * inputs**0.5 <= 1, name
-    constants = {"temp": 1.0, "gamma": 1e-5, "norm.weight": 1.0, "running_var": 1.0, "running_mean": 0.0}
-    for name, weight in model.items():
-        wanted = [value for end, value in constants.items() if name.endswith(end)]
-        if name.endswith("bias") and name != "positions.bias":
-            wanted = [0.0]
-        assert all((weight == value).all() for value in wanted), name
-    with torch.device("meta"):
-        before = torch.get_rng_state()
-        assert all(weight.is_meta for weight in TostVision(config_of()).state_dict().values())
-        assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -126,13 +126,9 @@ def test_sizes_of_a_released_model_are_its_preset(tmp_path: Path):
     [
         ({"blocks.1.attn.temp": None}, r"lacks weights: blocks\.1\.attn\.temp; copy it again$"),
         ({"blocks.0.attn.temp": None}, r"lacks the weight blocks\.0\.attn\.temp; copy it again$"),
-
         ({"cls_token": None}, r"not a checkpoint of the released vision code: it has no weight cls_token;"),
         ({"blocks.0.attn.gate": torch.ones(2)}, r"unexpected weights: blocks\.0\.attn\.gate; give a model without"),
         ({"norm.bias": torch.ones(17)}, r"norm\.bias has shape \[17\], its settings say \[16\];"),
-
-
-
     ],
 )  # fmt: skip
 def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: dict[str, Any], problem: str):

@@ -37,18 +37,6 @@ def at(name: str, *overrides: str) -> Moment:
     return next(moment for moment in moments(planned(BASE, *overrides), 8) if moment.name == name)
 
 
-def test_a_plain_recipe_is_planned_for_a_node_of_h100s():
-    cluster = planned(BASE).cluster
-    assert (cluster.preset, cluster.ranks, cluster.memory_gb, cluster.device) == (
-        "h100-sxm",
-        8,
-        80,
-        "NVIDIA H100 80GB HBM3",
-    )
-    other = planned(BASE, "cluster.preset=h200-sxm", "cluster.nodes=2", "cluster.memory_gb=100").cluster
-    assert (other.ranks, other.memory_gb, other.memory_gb_s, other.device) == (16, 100, 4800, "NVIDIA H200")
-
-
 def test_a_plan_is_for_the_ranks_that_are_started_or_8_gpus_of_each_node():
     words = ([], ["launch.ranks=4"], ["launch.ranks=4", "cluster.gpus_per_node=2"], ["cluster.nodes=2"])
     assert [planned(BASE, *some).cluster.ranks for some in words] == [8, 4, 2, 16]
