@@ -312,8 +312,8 @@ def _make_shards(folder: Path) -> None:
     settings = ["tokenizer.path=tokenizer.model", "tokenizer.vocab_size=384", "tokenizer.sample_bytes=1_000_000"]
     settings += ["shards.folder=shards", "corpus.source=embedded", "corpus.valid_fraction=0.05"]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    for program in ("tost_lm.data_prep.commands.tokenizer", "tost_lm.data_prep.commands.shards"):
-        command = [sys.executable, "-m", program, *settings]
+    for made in ("tokenizer", "shards"):
+        command = [sys.executable, "-m", "tost_lm.cli.main", "prepare", made, *settings]
         subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
 
 

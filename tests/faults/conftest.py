@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from launches import train
+from made_once import made_once
 
 from tost_lm.config import validate
 from tost_lm.data.settings import DataPrepConfig
@@ -50,25 +51,30 @@ device = "cpu"
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokens of drawn words."""
-    folder = tmp_path_factory.mktemp("corpus")
+    return made_once(tmp_path_factory, "corpus", build_drawn) / "shards"
+
+
+def build_drawn(folder: Path) -> None:
     draws = random.Random(0)
     words = ["".join(draws.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(300)]
     texts = [" ".join(draws.choices(words, k=200)) for _ in range(60)]
     for number, text in enumerate(texts):
         (folder / f"{number:02d}.txt").write_text(text)
     corpus = {"source": str(folder / "*.txt"), "valid_fraction": 0.1}
-    return built(folder, corpus, {"vocab_size": 384}, {"shard_tokens": 500})
+    build(folder, corpus, {"vocab_size": 384}, {"shard_tokens": 500})
 
 
 @pytest.fixture(scope="session")
 def embedded_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokens of short texts of the embedded corpus, by the demo's vocabulary."""
+    folder = tmp_path_factory.mktemp("embedded")
     corpus = {"source": "embedded", "max_characters": 20000, "valid_fraction": 0.2}
-    return built(tmp_path_factory.mktemp("embedded"), corpus, {"vocab_size": 2048, "sample_bytes": 500000}, {})
+    build(folder, corpus, {"vocab_size": 2048, "sample_bytes": 500000}, {})
+    return folder / "shards"
 
 
-def built(folder: Path, corpus: dict[str, Any], tokenizer: dict[str, Any], shards: dict[str, Any]) -> Path:
-    """The folder of the shards."""
+def build(folder: Path, corpus: dict[str, Any], tokenizer: dict[str, Any], shards: dict[str, Any]) -> None:
+    """Write folder/shards."""
     tree = {
         "corpus": corpus,
         "tokenizer": {"path": str(folder / "tokenizer.model"), **tokenizer},
@@ -78,7 +84,6 @@ def built(folder: Path, corpus: dict[str, Any], tokenizer: dict[str, Any], shard
     with contextlib.redirect_stdout(io.StringIO()):
         train_tokenizer(None, config)
         build_shards(None, config)
-    return folder / "shards"
 
 
 class Pace:
@@ -126,8 +131,10 @@ def workplace(shards: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def uninterrupted(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of the tiny run on 2 ranks without a stop."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    (folder / "shards").symlink_to(shards)
-    (folder / "run.toml").write_text(TINY_RUN)
-    train(folder, 2)
-    return folder / "runs/tiny"
+
+    def make(folder: Path) -> None:
+        (folder / "shards").symlink_to(shards)
+        (folder / "run.toml").write_text(TINY_RUN)
+        train(folder, 2)
+
+    return made_once(tmp_path_factory, "uninterrupted", make) / "runs/tiny"

@@ -140,17 +140,3 @@ def test_a_second_ctrl_c_ends_ranks_that_wait_for_data(workplace: Path, record_f
         assert running.wait_for(1) in (2, 130), running.output()  # it may notice that rank 0 is gone first
     outcome = "the first stops one rank gracefully; the second ends several at once"
     record_fault("Ctrl-C while waiting for data", 2, outcome)
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_ends_a_rank_whose_worker_has_stopped(workplace: Path):
-    with launch(workplace, 1, *ENDLESS) as running:
-        running.until(lambda: running.step() > 3 and worker_of(running, 0))
-        worker = worker_of(running, 0)
-        assert worker
-        worker.suspend()
-        time.sleep(2)  # it may have been sending a batch
-        running.send(signal.SIGINT)
-        time.sleep(1.5)
-        running.send(signal.SIGINT)
-        assert running.wait()[0] in (75, 130), running.output()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import generation, long, loss, model, operator, precision, training
+from benchmarks import long, precision, training
 from benchmarks.precision import losses
 from tost_lm.config import Section, load_config, validate
 
@@ -34,38 +34,6 @@ def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         return json.loads(path.read_text())["cells"], written
 
     return measure
-
-
-def works_and_rivals(cells: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    assert all(len(cell["seconds"]) == 7 and min(cell["seconds"]) > 0 for cell in cells)
-    return [(cell["work"], cell["rival"]) for cell in cells]
-
-
-def test_the_operator_and_its_rivals(measure: Measure, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling is torch's affair, and most of a minute
-    tree = {"shape": {"heads": 2, "channels": 8}, "bench": {**BENCH, "lengths": [4096]}}
-    (copy, *cells, busy, products), table = measure(operator, operator.OperatorBenchmarkConfig, tree)
-    assert copy["bytes_per_second"] > 1e8
-    assert works_and_rivals(cells) == [
-        (work, rival) for work in ("forward", "forward + backward") for rival in operator.RIVALS
-    ]
-    assert all(cell["w_bytes"] == 4096 * 16 * 4 for cell in cells)
-    assert len(table) == 2 + 2
-    assert "× time" in table[-1]
-    assert [cell["work"] for cell in (busy, products)] == [operator.BUSY, operator.PRODUCTS]
-    assert min(busy["quiet_seconds"] + products["product_seconds"]) > 0
-
-
-def test_the_model_and_its_rivals(measure: Measure):
-    tree = {"shape": {"layers": 1, "width": 8, "heads": 2}, "bench": {**BENCH, "lengths": [64]}}
-    cells, table = measure(model, model.ModelBenchmarkConfig, tree)
-    assert works_and_rivals(cells) == [
-        (work, rival) for work in ("training step", "decoding a token") for rival in model.RIVALS
-    ]
-    tost, *gpt2 = (cell["state_bytes"] for cell in cells[3:])
-    assert tost < 4 * 64
-    assert gpt2 == [64 * 2 * 8 * 4] * 2
-    assert len(table) == 2 + 2
 
 
 def test_the_training_step_and_the_engine(measure: Measure, tmp_path: Path):
@@ -95,21 +63,6 @@ def test_tiles_beside_whole_rows(measure: Measure):
     assert all(cell["seconds"] > 0 and cell["peak_bytes"] > 1e8 for cell in cells)
     assert {length: len(seconds) for length, seconds in turns["turns"]["seconds"].items()} == {"64": 2, "256": 2}
     assert len(table) == 2 + 3
-
-
-def test_the_loss_and_its_rivals(measure: Measure):
-    tree = {"shape": {"width": 8, "vocab_size": 64}, "bench": {**BENCH, "lengths": [128]}}
-    cells, table = measure(loss, loss.LossBenchmarkConfig, tree)
-    assert [rival for _, rival in works_and_rivals(cells)] == list(loss.RIVALS)
-    assert len(table) == 2 + 1
-
-
-def test_generation_and_its_rival(measure: Measure):
-    tree = {"shape": SHAPE, "bench": {"device": "cpu", "tokens": 64, "lengths": 4}}
-    (together, alone), table = measure(generation, generation.GenerationBenchmarkConfig, tree)
-    lengths = [list(times) for times in (together["seconds"], together["prefix_seconds"], alone["extra_bytes"])]
-    assert lengths == [["1", "16", "32", "48", "64"]] * 3
-    assert len(table) == 2 + 4
 
 
 def test_precision_and_a_plain_loop_that_trains_as_deepspeed(monkeypatch: pytest.MonkeyPatch):

@@ -26,13 +26,15 @@ def of_processors() -> list[Path]:
     return sorted(RESULTS.glob("*.json"))
 
 
-@pytest.mark.parametrize("ranks", [RANKS[0], *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in RANKS[1:])])
-def test_training_is_unchanged(ranks: int):
+@pytest.mark.parametrize(
+    ("ranks", "every"), [(1, 3), *(pytest.param(ranks, 1, marks=pytest.mark.slow) for ranks in RANKS)]
+)
+def test_training_is_unchanged(ranks: int, every: int):
     """On another processor, errors are at most a multiple of those of the stored losses, both against float64."""
-    (results, same_processor), found = stored(), trained(ranks)
+    (results, same_processor), found = stored(), trained(ranks, every=every)
     stored_names = {name for name in results["training"] if name.startswith(f"{ranks} ranks,")}
-    assert found.keys() == stored_names
-    for name in stored_names:
+    assert found.keys() == stored_names if every == 1 else found.keys() < stored_names
+    for name in found:
         theirs = results["training"][name]
         if same_processor:
             assert found[name] == theirs, name

@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -258,32 +257,3 @@ def test_a_full_disk_is_reported_before_and_during_a_save(tmp_path: Path, corpor
         (resumed, _) = run_on_ranks(in_turn, 2, trainee, 4, 4)
         (never_stopped, _) = run_on_ranks(in_turn, 2, trainee._replace(folder=tmp_path / "never"), 4)
         assert resumed == never_stopped[2:]
-
-
-def save_while_another_fills_the_disk(trainee: Trainee) -> str:
-    training = trainee.begin(keep_latest_k=1)
-    training.train(1, (1,))
-    training.step()
-
-    def fill() -> None:
-        while not (RUN / "checkpoints/.step_00000002.tmp").exists():
-            pass
-        with Path("filler").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(".").free - 2**15)
-
-    threading.Thread(target=fill).start()
-    training.writer.save(training.progress)
-    line = problem_of(training.writer.finish)
-    Path("filler").unlink()
-    return line
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_up_in_the_midst_of_a_save_loses_nothing(tmp_path: Path, corpora: Corpora):
-    with small_disk(tmp_path / "disk", "size=4m") as disk:
-        (line,) = run_on_ranks(save_while_another_fills_the_disk, 1, Trainee(disk, corpora))
-        assert ".step_00000002.tmp/" in line
-        assert "cannot be written: No space left on device; free space or lower checkpoint.keep_latest_k" in line
-        assert [path.name for path in (disk / RUN / "checkpoints").iterdir()] == ["step_00000001"]
-        assert find_checkpoint(disk / RUN).name == "step_00000001"
-        assert len(run_on_ranks(in_turn, 1, Trainee(disk, corpora), 2, 2)[0]) == 1

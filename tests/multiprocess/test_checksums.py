@@ -174,19 +174,6 @@ def test_every_flipped_bit_is_found_and_named(ranks: int, tensor: int, cases: li
                 assert sum(map(bool, messages)) == 1
 
 
-def test_off_means_off():
-    [errors] = run_on_ranks(unwatched_flip, 1)
-    assert errors == ""
-
-
-def unwatched_flip() -> str:
-    engine = build_engine(ParallelConfig(zero_stage=1), "adamw")
-    checksums = Checksums(engine, interval=0)
-    name, _ = next(zero.own_state(engine))
-    Flip(0, name, 3, 30).apply(engine)
-    return error_of(checksums.before_update) + error_of(checksums.check)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_bit_counts_wherever_a_tensor_lies(dtype: torch.dtype):
     memory = torch.full((12,), torch.nan, dtype=dtype)

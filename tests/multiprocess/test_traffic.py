@@ -16,7 +16,6 @@ from tost_lm.parallel.mesh import build_mesh, keep_received, start_world
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.sizes import PASSED_SLICES
 from tost_lm.testing import Traffic, run_on_ranks
-from tost_lm.testing.ranks import Sent
 
 H, C = 2, 8
 KIND, OTHER_KIND = "all_gather_into_tensor", "all_to_all_single"
@@ -178,39 +177,3 @@ def test_over_tensor_ranks_heads_send_one_number_a_token_and_three_back_and_the_
         "c10d._reduce_scatter_base_", *["c10d._allgather_base_", "c10d._reduce_scatter_base_"] * 2,
         "c10d._allgather_base_",
     ]  # fmt: skip
-
-
-def known_calls() -> tuple[list[Sent], list[Sent], str]:
-    pair = dist.new_group([0, 1])
-    x, like = torch.ones(6), partial(torch.empty, 6)
-    with Traffic() as traffic:
-        dist.all_reduce(x)
-        dist.broadcast(x, 1)
-        dist.all_gather([like(), like()], x)
-        dist.all_gather_into_tensor(torch.empty(12), x)
-        dist.reduce_scatter(torch.empty(3), [torch.ones(3), torch.ones(3)])
-        dist.reduce_scatter_tensor(torch.empty(3), x)
-        dist.all_to_all_single(like(), x)
-        dist.all_reduce(x.double(), group=pair)
-        if dist.get_rank() == 0:
-            dist.send(x, 1)
-        else:
-            dist.recv(x, 0)
-    with Traffic() as nothing:
-        x.add_(1)
-    dist.all_reduce(x)
-    assert traffic.bytes == sum(sent.bytes for sent in traffic.sent)
-    return traffic.sent, nothing.sent, pair.group_name  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
-
-
-def test_calls_of_torch_distributed_are_counted_with_their_group():
-    (first, nothing, pair), (second, _, _) = run_on_ranks(known_calls, 2)
-    kinds = ["allreduce_", "broadcast_", "allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_"]
-    *world, in_pair, message = first
-    whole = world[0].group
-    assert whole != pair
-    assert world == [Sent(f"c10d.{kind}", whole, 24) for kind in [*kinds, "alltoall_base_"]]
-    assert in_pair == Sent("c10d.allreduce_", pair, 48)
-    assert message == Sent("c10d.send", whole, 24)
-    assert second == first[:-1]  # who receives sends nothing
-    assert nothing == []

@@ -3,15 +3,14 @@
 from pathlib import Path
 
 import pytest
+from made_once import made_once
 from programs import TINY_RUN, write_tiny_run
 
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with corpus.jsonl, data.toml, run.toml and out/shards; tests read it and write elsewhere."""
-    folder = tmp_path_factory.mktemp("prepared")
-    write_tiny_run(folder)
-    return folder
+    return made_once(tmp_path_factory, "prepared", write_tiny_run)
 
 
 @pytest.fixture

@@ -164,7 +164,8 @@ def check(block: Block) -> None:
     assert done.returncode == 0, done.stderr
     for _, words in commands(block.text):
         check_command(words)
-        check_launch(block, words)
+        if block.tags:
+            check_launch(block, words)
 
 
 def check_launch(block: Block, words: list[str]) -> None:
@@ -263,5 +264,6 @@ def check_command(words: list[str]) -> None:
     if not rest or placeholders or program in ("tost_lm.eval.commands.lm_eval", "tost_lm.pretrain.commands.recipes"):
         return  # a command with placeholders, or a program with other options
     words_of_check = rest if "--help" in rest else [*rest, "--dry-run"]
-    code, _, errors = Forked(program, *words_of_check, cwd=CHECKOUT).finish()
+    command = next((f"tost {name}" for name, module in MODULES.items() if module == program), program)
+    code, _, errors = Forked(command, *words_of_check, cwd=CHECKOUT).finish()
     assert code == 0, f"{shlex.join(words)}\n{errors}"

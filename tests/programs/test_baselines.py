@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import refusal, run, snapshot
+from programs import run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -97,24 +97,3 @@ def test_a_folder_of_the_library_is_read_by_every_task_and_generates(folder: Pat
     written = ids[-5:]
     written = written[: written.index(0)] if 0 in written else written
     assert printed.startswith(f"some words{tokenizer.decode(written)}")
-
-
-@pytest.mark.parametrize(
-    ("program", "words", "problem"),
-    [
-        ("tost eval", ["gpt2", LAMBADA], "cannot be downloaded ("),
-        ("tost eval", ["gpt2", "heldout"], "gpt2: a Hugging Face model has no shards; give heldout.shards=FOLDER"),
-        (
-            "tost eval",
-            ["hub:nobody/nothing", "heldout", "heldout.shards=out/shards"],
-            "nothing: cannot be downloaded (",
-        ),
-        ("tost compare", ["out"], "out: no results on test sets; run tost eval out TASK"),
-    ],
-)
-def test_mistakes_are_one_line_and_change_nothing(folder: Path, program: str, words: list[str], problem: str):
-    before = snapshot(folder)
-    output = refusal(program, *words, cwd=folder, HF_HUB_OFFLINE="1")
-    assert problem in output
-    assert "\n" not in output
-    assert snapshot(folder) == before

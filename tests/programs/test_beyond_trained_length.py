@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import refusal, run, snapshot
+from programs import run
 
 from tost_lm.testing import FLOAT32_REORDERED
 
@@ -43,19 +43,3 @@ def test_ranks_measure_the_same_as_one_process(trained: Path):
             for key, relative in tolerances.items():
                 assert row[key] == pytest.approx(expected[key], rel=relative), key
     assert "reusing runs/tiny/eval/positions/results.json" in run("tost eval", *words, cwd=trained)
-
-
-@pytest.mark.parametrize(
-    ("override", "problem"),
-    [
-        ("positions.times=1000", "less than a sequence of 64,000; lower positions.times, or give more text"),
-        ("positions.times=0", "positions.times: "),
-        ("heldout.shards=nowhere", "nowhere: not a shard folder"),
-    ],
-)
-def test_mistakes_are_one_line_and_change_nothing(trained: Path, override: str, problem: str):
-    before = snapshot(trained / "runs")
-    output = refusal("tost eval", "runs/tiny", "positions", override, cwd=trained)
-    assert problem in output
-    assert "\n" not in output
-    assert snapshot(trained / "runs") == before

@@ -177,15 +177,8 @@ def test_a_port_in_use_is_one_line(workplace: Path):
     ("changed", "error"),
     [
         ({"NODES": ""}, "NODES is not set; set it to the number of nodes"),
-        ({"NODE_RANK": ""}, "NODE_RANK is not set; set it to the number of this node"),
-        ({"RANKS_PER_NODE": ""}, "RANKS_PER_NODE is not set; set it to the number of processes per node, one per GPU"),
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set; set it to the name or address of node 0"),
         ({"NODES": "two"}, "NODES=two: not an integer from 1 to 99999; set it to the number of nodes"),
         ({"NODE_RANK": "2"}, "NODE_RANK=2: not an integer from 0 to 1; set it to the number of this node"),
-        (
-            {"RANKS_PER_NODE": "08"},
-            "RANKS_PER_NODE=08: not an integer from 1 to 99999; set it to the number ",
-        ),
         (
             {"MASTER_PORT": "65536"},
             "MASTER_PORT=65536: not an integer from 1 to 65535; set it to the number ",
@@ -207,14 +200,6 @@ def test_without_the_environment_the_launcher_asks_to_activate_it(tmp_path: Path
     assert launched.returncode == 2
     error = "python: not found, or without tost_lm; activate the environment: . .venv/bin/activate"
     assert launched.stderr == f"error: {error}\n"
-
-
-def test_the_slurm_scripts_options_precede_its_commands():
-    lines = (CLUSTER / "train.sbatch").read_text().splitlines()
-    begin = next(number for number, line in enumerate(lines) if not line.startswith("#"))
-    assert not any(line.startswith("#SBATCH") for line in lines[begin:])  # Slurm ignores later options
-    options = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
-    assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1", "--signal=TERM@300"} <= options
 
 
 def test_the_slurm_script_finds_the_launcher_of_a_checkout_and_a_copied_one(tmp_path: Path):

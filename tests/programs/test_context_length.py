@@ -54,11 +54,6 @@ def test_the_loss_by_position_goes_beyond_it(longer: Path):
     assert [row["end"] for row in found["by_position"] if row["trained"]][-1] == TRAINED
 
 
-def test_analyses_read_sequences_of_it(longer: Path):
-    run("experiments.analysis", "runs/longer", "memberships.context_tokens=[8]", cwd=longer)
-    assert results(longer, "tssa_layers@1")["memberships"]["position_ends"][-1] == TRAINED
-
-
 def test_harness_export_and_card_have_it(longer: Path):
     from transformers import AutoConfig
 

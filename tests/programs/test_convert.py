@@ -4,14 +4,11 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import ENVIRONMENT
 from programs import refusal, run, snapshot
 from shared_data import GPT2_BPE, needs_shared
 
@@ -20,9 +17,6 @@ from tost_lm.checkpointing.format import Progress, StoredTensors, write_checkpoi
 from tost_lm.config import validate
 from tost_lm.data.tokenizers.interface import CharacterTokenizer
 from tost_lm.errors import CheckpointError, DataError
-from tost_lm.extra.vision.classifier import TostVision
-from tost_lm.extra.vision.interop import to_released
-from tost_lm.extra.vision.settings import VisionConfig
 from tost_lm.files import sha256_file
 from tost_lm.interop.authors import read_authors, to_authors
 from tost_lm.model import ModelConfig, TostLM
@@ -210,42 +204,6 @@ class Payload:
         return os.mkdir, ("was_run",)
 
 
-def test_an_image_classifier_becomes_a_model_folder_and_a_checkpoint_again(tmp_path: Path):
-    torch.manual_seed(0)
-    theirs = to_released(TostVision(VisionConfig(classes=3, layers=1, heads=1, width=8)).state_dict())
-    torch.save({**theirs, "epoch": 399}, tmp_path / "theirs.pth")
-    read, written = run(PROGRAM, "theirs.pth", "convert.folder=ours", cwd=tmp_path).splitlines()
-    assert read == ("theirs.pth: image classifier, 1 layers of TSSA, width 8, 1 heads, patches of 16 pixels, 3 classes")
-    assert written == "written to ours"
-    record = json.loads((tmp_path / "ours/conversion.json").read_text())
-    assert record["sha256"] == {"theirs.pth": sha256_file(tmp_path / "theirs.pth")}
-    assert run(PROGRAM, "ours", "convert.folder=back", "convert.to=authors", cwd=tmp_path) == (
-        "ours: written to back/ckpt.pt for the released vision code\n"
-    )
-    back = torch.load(tmp_path / "back/ckpt.pt", weights_only=True)["model"]
-    assert back.keys() == theirs["model"].keys()
-    assert all(torch.equal(back[name], weight) for name, weight in theirs["model"].items())
-    printed = refusal(PROGRAM, "theirs.pth", "convert.folder=x", "convert.tokenizer=y", cwd=tmp_path)
-    assert printed == "convert.tokenizer y: theirs.pth is an image classifier; leave it out"
-    printed = refusal("tost generate", "ours", "text", cwd=tmp_path)
-    assert printed.startswith("ours: no tokenizer, so neither a language model nor token shards; give one of these")
-    assert not (tmp_path / "x").exists()
-
-
-def test_without_a_network_the_setting_of_the_tokenizer_is_named(tmp_path: Path):
-    write_theirs(tmp_path / "ckpt.pt", make_model(vocab_size=50304))
-    environment = {
-        "TIKTOKEN_CACHE_DIR": str(tmp_path),
-        "HTTPS_PROXY": "http://127.0.0.1:9",
-        "NO_PROXY": "",
-        "no_proxy": "",
-    }
-    printed = refusal(PROGRAM, "ckpt.pt", "convert.folder=models/tost", cwd=tmp_path, **environment)
-    assert printed.startswith("GPT-2's tokenizer cannot be downloaded: ")
-    assert printed.endswith("; set convert.tokenizer to a folder with its encoder.json and vocab.bpe")
-    assert not (tmp_path / "models").exists()
-
-
 def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     theirs = to_authors((model := make_model(vocab_size=50)).config, model.state_dict(), 0)
     torch.save(theirs, tmp_path / "small.pt")
@@ -293,20 +251,3 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     assert printed == "command line: convert.tokenizer y: only for convert.to=ours; leave it out"
     assert snapshot(tmp_path) == before
     assert not (tmp_path / "was_run").exists()
-
-
-def test_dry_run_and_help_need_no_torch(tmp_path: Path):
-    script = (
-        f"import runpy, sys\nsys.argv = [*{PROGRAM.split()!r}, *sys.argv[1:]]\ntry:\n"
-        "    runpy.run_module('tost_lm.cli.main', run_name='__main__')\n"
-        "except SystemExit as end:\n    assert end.code == 0\nassert 'torch' not in sys.modules"
-    )
-    for words, printed in (
-        (["--help"], "usage: tost convert SOURCE "),
-        (["a.pt", "convert.folder=x", "--dry-run"], 'to = "'),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", script, *words], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert printed in done.stdout

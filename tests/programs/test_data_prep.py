@@ -165,36 +165,6 @@ def test_a_tokenizer_json(config, tmp_path):
     assert again.startswith("reusing shards: ")
 
 
-def test_both_programs_read_markdown_and_count_the_files_they_leave_out(config, tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for number, row in enumerate((tmp_path / "corpus.jsonl").read_text().splitlines()):
-        (folder / f"{number}.md").write_text(json.loads(row)["text"])
-    for name in ("a.pdf", "b.PDF", "c.csv", "LICENSE"):
-        (folder / name).touch()
-    for program in ("tost prepare tokenizer", "tost prepare shards"):
-        left_out, *_, last = run(program, config, f"corpus.source={folder}", cwd=tmp_path).splitlines()
-        assert left_out == "left out 4 files: 2 .pdf, 1 .csv, 1 without ending", last
-    splits = Shards.open(tmp_path / "out/shards").manifest["splits"]
-    assert splits["train"]["documents"] + splits["valid"]["documents"] == 60
-
-
-def test_reasons_to_retrain(config, tmp_path):
-    def train(*words: str) -> str:
-        return run("tost prepare tokenizer", config, *words, cwd=tmp_path)
-
-    train()
-    model = tmp_path / "out/tokenizer.model"
-    model.write_bytes(model.read_bytes()[:-1])
-    assert "the model file differs from its record" in train()
-    (tmp_path / "out/tokenizer.model.json").write_text("[]")
-    assert "is damaged" in train()
-    write_corpus(tmp_path / "corpus.jsonl", documents=70, words=300)
-    assert "the corpus or its settings changed" in train()
-    assert "valid_fraction was 0.1" in train("corpus.valid_fraction=0.2")
-    assert "from 31 of 66 " in train("tokenizer.sample_bytes=63500")
-
-
 def test_errors_are_one_line_and_change_no_output(config, tmp_path):
     run("tost prepare tokenizer", config, cwd=tmp_path)
     before = snapshot(tmp_path / "out")
@@ -225,43 +195,3 @@ def test_errors_are_one_line_and_change_no_output(config, tmp_path):
         assert "other files" in refusal("tost prepare shards", config, f"shards.folder={folder}", cwd=tmp_path)
     assert (tmp_path / "web/index.html").read_text() == "years of work"
     assert snapshot(tmp_path / "out") == before
-
-
-def test_too_many_bad_rows_are_refused_and_the_first_is_named(config, tmp_path):
-    run("tost prepare tokenizer", config, cwd=tmp_path)
-    model = f"tokenizer.path={tmp_path}/out/tokenizer.model"
-    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": 7}\n' + '{"text": "good enough"}\n' * 8)
-    flags = ("corpus.source=bad.jsonl", "corpus.valid_fraction=0", "shards.folder=bad", model)
-    refused = refusal("tost prepare shards", *flags, cwd=tmp_path)
-    assert "bad.jsonl, line 2: field 'text' is a number, not a string; 1 of 10 rows cannot be read" in refused
-    output = run("tost prepare shards", *flags, "corpus.max_bad_fraction=0.1", cwd=tmp_path)
-    assert "1 unreadable" in output
-    assert "bad.jsonl, line 2: field 'text'" in run("tost prepare inspect", "bad", cwd=tmp_path)
-
-
-def test_recall_passages_are_a_corpus(config, tmp_path):
-    text = "".join(f"Line {number} of a text.\n" for number in range(150))
-    (tmp_path / "text.txt").write_text(text + "\n")
-    words = (config, "passages.file=p/passages.jsonl", "passages.text=text.txt", "passages.count=50")
-    assert run("tost prepare passages", *words, cwd=tmp_path).endswith("50 passages of 1 documents\n")
-    assert run("tost prepare passages", *words, cwd=tmp_path).startswith("reusing p/passages.jsonl")
-    run("tost prepare tokenizer", config, cwd=tmp_path)
-    shards = ("corpus.source=p/passages.jsonl", "shards.folder=p/shards", "tokenizer.path=out/tokenizer.model")
-    run("tost prepare shards", *shards, cwd=tmp_path)
-    splits = Shards.open(tmp_path / "p/shards").manifest["splits"]
-    assert splits["train"]["documents"] + splits["valid"]["documents"] == 50
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ([], "passages.file: not set; set it to the file to write"),
-        (["passages.file=p.jsonl", "passages.text=no.txt"], "no.txt"),
-        (["passages.file=p.jsonl", "passages.text=short.txt"], "no document has 100 lines; give longer documents"),
-        (["passages.file=p.jsonl", "passages.lines=[4, 2]"], "passages.lines: [4, 2] is no range"),
-    ],
-)
-def test_passages_that_cannot_be_written(config, tmp_path, words: list[str], problem: str):
-    (tmp_path / "short.txt").write_text("One line.\n")
-    assert problem in refusal("tost prepare passages", config, *words, cwd=tmp_path)
-    assert not (tmp_path / "p.jsonl").exists()

@@ -1,13 +1,12 @@
 """The README and docs/: every block of code runs, and every link has a target.
 
 Blocks that need a GPU, a network, a cluster or an installation are only checked for existing programs and settings.
-Blocks that take minutes run in tests/full/test_docs_whole.py.
+Blocks that take minutes, or repeat another with other settings, run in tests/full/test_docs_whole.py.
 """
 
 import shlex
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from doc_pages import (
     LANGUAGES,
     PAGES,
     QUICK,
-    SHOWN,
     TAGS,
     WHOLE,
     Block,
@@ -31,7 +29,6 @@ from doc_pages import (
 )
 from doc_runs import Pages
 from forked import CHECKOUT
-from shared_data import MISSING
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +51,8 @@ def test_a_block_runs(block: Block, pages: Pages):
     pages.run(block)
 
 
-def test_a_block_is_skipped_with_the_reason_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr("doc_pages.GPT2_BPE", tmp_path / "nowhere")
-    blocks = [block for block in QUICK if block.page == "docs/tutorials/released_checkpoint.md"]
-    assert any("gpt2_bpe" not in block.text for block in blocks)
-    for block in blocks:
-        with pytest.raises(pytest.skip.Exception, match=MISSING):
-            block.skip_if_something_is_missing()
-
-
-@pytest.mark.parametrize("block", CHECKED, ids=lambda block: block.name)
-def test_programs_and_settings_of_a_block_that_cannot_run_here_exist(block: Block):
+@pytest.mark.parametrize("block", [*CHECKED, *WHOLE], ids=lambda block: block.name)
+def test_programs_and_settings_of_a_block_that_does_not_run_here_exist(block: Block):
     check(block)
 
 
@@ -79,12 +67,6 @@ def test_every_block_has_a_known_language_and_known_tags():
     assert [block.name for block in BLOCKS if block.language not in LANGUAGES] == []
     assert [block.name for block in BLOCKS if not TAGS.issuperset(block.tags)] == []
     assert [block.name for block in CHECKED if block.language not in ("bash", "python")] == []
-
-
-def test_every_block_belongs_to_one_group():
-    kinds = Counter(block.name for kind in (QUICK, WHOLE, CHECKED, SHOWN) for block in kind)
-    assert kinds == Counter(block.name for block in BLOCKS)
-    assert "WHOLE, ids=" in (CHECKOUT / "tests/full/test_docs_whole.py").read_text()
 
 
 def test_every_page_is_on_the_landing_page():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from forked import LIMIT_S, Forked
-from programs import refusal, run, snapshot
+from programs import run, snapshot
 
 from tost_lm.markdown import format_result
 
@@ -87,21 +87,3 @@ def rows_of(cell: dict[str, Any]) -> list[list[str]]:
         ["choice accuracy", choice, f"chance 10.00%, control {control}", *place],
         ["gain over control (nats per token)", gain, "–", *place],
     ]
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["suite.toml", "needle.lenghts=[64]"], "needle.lenghts: unknown key (did you mean needle.lengths?)"),
-        (["suit.toml"], "suit.toml: no such configuration file (did you mean suite.toml?)"),
-        (["suite.toml", "suite"], "suite: a second file; name one, and further tasks"),
-        (["suite.toml", "sets.lambada_openai=nowhere"], "sets.lambada_openai nowhere: no such file"),
-        (["suite.toml", "heldout@bp"], "'heldout@bp' is not a task (did you mean heldout@bpb?)"),
-    ],
-)
-def test_a_mistake_is_one_line_and_runs_nothing(trained: Path, words: list[str], problem: str):
-    before = snapshot(trained / "runs")
-    output = refusal("tost eval", "runs/tiny", *words, cwd=trained)
-    assert problem in output
-    assert "\n" not in output
-    assert snapshot(trained / "runs") == before

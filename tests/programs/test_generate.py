@@ -3,7 +3,6 @@
 import json
 import os
 import pty
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import ENVIRONMENT, Forked
-from programs import refusal, run
+from programs import run
 
 import tost_lm
 from tost_lm.checkpointing.format import write_checkpoint
@@ -54,14 +53,6 @@ def test_a_terminal_gets_no_control_characters_of_the_prompt(folder: Path):
         assert "\x1b]" not in shown
         assert not {"\x07", "\x9b"} & {*shown}
     assert json.loads((folder / "model/eval/sample/results.json").read_text())["prompt"] == prompt
-
-
-def test_a_prompt_that_looks_like_a_setting_is_pointed_to_the_setting(folder: Path):
-    error = refusal(PROGRAM, "model", "a.b=c d'e", cwd=folder)
-    found, _, advice = error.partition("; as a prompt, write it as ")
-    assert found == "a: unknown key (known: sample, parallel)"
-    output = run(PROGRAM, "model", *shlex.split(advice), "sample.tokens=5", cwd=folder)
-    assert output.startswith("a.b=c d'e")
 
 
 def test_weights_that_are_not_finite_are_an_error_on_a_line_of_its_own(folder: Path):

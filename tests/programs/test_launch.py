@@ -85,6 +85,7 @@ def test_sigterm_saves_on_all_ranks_and_exits_with_75(workplace: Path):
     assert "stopped on SIGTERM with everything saved" in (workplace / "runs/tiny/log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_launch_with_one_line(workplace: Path):
     with launched("train", "run.toml", *LONG, cwd=workplace) as process:
         wait_for_a_step(process, workplace)

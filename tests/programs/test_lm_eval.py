@@ -91,12 +91,6 @@ def test_the_harness_has_our_scores_on_one_rank_and_on_two(place: Path):
             PROGRAM, ["--model_args", "pretrained=nowhere"], "nowhere: no such folder", marks=pytest.mark.slow
         ),
         (QUICK, ["--batch_size", "2"], "pretrained is missing"),
-        (QUICK, ["--model_args", "pretrained=export", "--apply_chat_template"], "tost_lm has no chat template"),
-        (
-            QUICK,
-            ["--model_args", "pretrained=export", "--gen_kwargs", "max_gen_toks=64"],
-            "64 positions: 64",
-        ),
         (
             QUICK,
             ["--model_args", "pretrained=export,max_length=65"],

@@ -104,17 +104,14 @@ def test_a_file_that_is_named_is_run_and_identifies_its_results(trained: Path):
     ("file", "words", "problem"),
     [
         ("", ["own.py"], "own.py: registers no family; call tost_lm.tasks.own.register in it"),
-        ("\n1 / 0", ["own.py"], "own.py: ZeroDivisionError: division by zero (line 2); correct the file"),
         (OWN.replace('"mine"', '"needle"'), ["own.py"], "own.py: the name needle is taken; choose another one"),
         ("", ["nowhere.py"], "nowhere.py: cannot be read: No such file or directory; name a Python file"),
-        ("", ["a", "documents.a.file=nowhere"], "documents.a.file nowhere: no such file; give JSON lines"),
         ("", ["a", "documents.a.file=exam.jsonl"], 'exam.jsonl, line 1: no text under "text"; name its field'),
         (
             "",
             ["a", "choices.a.file=laws.jsonl"],
             'line 1: no text under "question" with a list',
         ),
-        ("", ["a", "documents.b.file=laws.jsonl"], "'a' is not a task"),
     ],
 )
 def test_mistakes_are_one_line(trained: Path, file: str, words: list[str], problem: str):

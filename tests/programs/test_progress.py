@@ -19,17 +19,6 @@ with progress.Progress("tokenizing", "B") as bar:
 """
 
 
-def test_a_log_gets_periodic_lines():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=CHECKOUT, env=ENVIRONMENT, capture_output=True, text=True)
-    lines = done.stderr.splitlines()
-    assert 1 <= len(lines) <= 4
-    for line in lines:
-        assert line.startswith("tokenizing: ")
-        assert " M of 12.00 M B, " in line
-        assert " B/s, 0:00:0" in line
-        assert line.endswith(" left, 5 tokens/s")
-
-
 def test_a_terminal_gets_a_bar():
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 120))

@@ -6,7 +6,6 @@ Nothing is downloaded: the new environment links to the installed packages.
 import email
 import importlib.metadata
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -35,32 +34,7 @@ from tost_lm.version import VERSION
 
 ALONE = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-EXTRAS = {
-    "tost_lm.interop.hf": {"transformers", "huggingface_hub", "tokenizers"},
-    "tost_lm.eval.lm_eval": {"lm_eval"},
-    "tost_lm.ops.cross_entropy_triton": {"triton"},
-    "tost_lm.ops.triton_tokens": {"triton"},
-    "tost_lm.mixers.tssa.numba_phases": {"numba"},
-    "tost_lm.mixers.tssa.triton": {"triton"},
-    "tost_lm.parallel.preflight": {"psutil"},
-    "tost_lm.parallel.tensor": {"megatron"},
-    "tost_lm.parallel.graceful_stop": {"psutil"},
-    "tost_lm.pretrain.train": {"psutil"},
-    "tost_lm.pretrain.step": {"psutil"},
-}
-"""Prefixes of modules that cannot be imported without a package of an extra."""
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
-IMPORT = """
-import importlib, json, sys
-missing = {}
-for name in sys.argv[1:]:
-    try:
-        path = importlib.import_module(name).__file__
-        assert path.startswith(sys.prefix), path
-    except ModuleNotFoundError as error:
-        missing[name] = error.name.split(".")[0]
-print(json.dumps(missing))
-"""
 TOST = """
 from importlib.metadata import entry_points
 (command,) = entry_points(group="console_scripts", name="tost")
@@ -245,20 +219,6 @@ def wanted(lines: list[str], extra: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.slow
-def test_modules_without_an_extra_are_importable(built: Built, python: Path, tmp_path: Path):
-    files = [name for name in built.sources if name.endswith(".py")]
-    modules = sorted(name.removesuffix("/__init__.py").removesuffix(".py") for name in files)
-    missing = json.loads(start(python, "-c", IMPORT, *(name.replace("/", ".") for name in modules), cwd=tmp_path))
-    assert missing["tost_lm.interop.hf"] == "transformers"
-    unexpected = {
-        name: package
-        for name, package in missing.items()
-        if not any(name.startswith(prefix) and package in packages for prefix, packages in EXTRAS.items())
-    }
-    assert not unexpected
-
-
-@pytest.mark.slow
 def test_the_wheel_loads_scores_and_generates_without_the_checkout(
     python: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -275,15 +235,6 @@ def test_the_wheel_loads_scores_and_generates_without_the_checkout(
     assert (
         "  convert.folder  (Path, required)\n      New folder for the result" in printed
     )  # from the docstring in the sources
-
-
-@pytest.mark.slow
-def test_the_python_api_needs_no_extra(python: Path, folder: Path, tmp_path: Path):
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs/demo").symlink_to(folder)
-    page = re.findall("^```python\n(.*?)^```", (CHECKOUT / "docs/api.md").read_text(), re.DOTALL | re.MULTILINE)
-    start(python, "-c", "\n".join(page), cwd=tmp_path)
-    assert (tmp_path / "models/tuned/manifest.json").is_file()
 
 
 @pytest.mark.slow

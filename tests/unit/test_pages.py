@@ -10,30 +10,6 @@ import pytest
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
-RETIRED = {
-    "batch_sequences", "micro_batch_sequences", "sequence_tokens", "batch_examples", "recompute", "mlp_tokens",
-    "boundary_states", "check_every", "skip_spikes", "stop_step", "if_changed", "keep_every", "valid_share",
-    "test_share", "max_bad_share", "hold_less", "Places", "Departure", "Silence", "WholeModel", "RollCall",
-    "naming_lost_ranks", "patient_store", "checkpoint.every", "checkpoint.keep",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("page", [*PAGES, CHECKOUT / "CHANGELOG.md"], ids=lambda page: page.name)
-def test_retired_names_are_gone(page: Path):
-    text = page.read_text()
-    assert [name for name in RETIRED if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", text)] == []
-
-
-def test_retired_names_are_no_settings():
-    settings = [
-        line.split(":")[0].strip()
-        for path in (CHECKOUT / "tost_lm").rglob("*.py")
-        if "(Section):" in (text := path.read_text())
-        for line in text.splitlines()
-        if re.match(r"    \w+: ", line)
-    ]
-    assert "global_batch_size" in settings
-    assert set(settings).isdisjoint(RETIRED)
 
 
 def test_the_package_and_the_recipes_name_commands_as_today():

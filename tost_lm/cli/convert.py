@@ -209,7 +209,3 @@ def _from_ours(source: Path, conversion: ConversionConfig) -> list[str]:
 
 def run() -> NoReturn:
     run_program(main, name="tost convert", doc=__doc__ or "", positional="SOURCE", config=ConvertConfig)
-
-
-if __name__ == "__main__":
-    run()

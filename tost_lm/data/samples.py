@@ -115,7 +115,7 @@ class TokenRanges:
 
 
 class Earlier(NamedTuple):
-    """What a run read of a source before it got other samples."""
+    """The part of a source that a run read before the source got other samples."""
 
     orders: int
     """Number of its orders so far."""

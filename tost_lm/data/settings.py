@@ -7,8 +7,6 @@ from pydantic import Field, field_validator, model_validator
 
 from tost_lm.config import NAMES_FILES, Section
 
-TRAINED = ["vocab_size", "user_symbols"]  # settings of a tokenizer that is trained here
-
 
 class CorpusConfig(Section):
     """The source of documents, the rows to keep, and the split."""
@@ -67,9 +65,7 @@ class TokenizerConfig(Section):
     eot_token: str | None = None
     """hf: the token that ends a document, for example `<|endoftext|>`; a tokenizer.json does not name it."""
     vocab_size: int | None = Field(default=None, ge=300)
-    """sentencepiece: number of pieces in the vocabulary, including 256 byte pieces, two special pieces and user_symbols. Unset: use the model in `path`, whatever its training text."""
-    user_symbols: list[str] = Field(default=[])
-    """sentencepiece: texts that are always a single piece."""
+    """sentencepiece: number of pieces in the vocabulary, including 256 byte pieces and two special pieces. Unset: use the model in `path`, whatever its training text."""
     sample_bytes: int = Field(default=1_000_000_000, gt=0)
     """sentencepiece: train on a uniform sample of the documents of at most this many bytes of text (held in memory)."""
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -83,7 +79,7 @@ class TokenizerConfig(Section):
             raise ValueError("tokenizer.path: not set; set it to a tokenizer.json")
         if self.path is not None and not self.path.name:
             raise ValueError(f"tokenizer.path {self.path}: not a file name; add one, for example tokenizer.model")
-        unused = {"sentencepiece": ["eot_token"], "gpt2": ["eot_token", *TRAINED], "hf": TRAINED}[self.kind]
+        unused = {"sentencepiece": ["eot_token"], "gpt2": ["eot_token", "vocab_size"], "hf": ["vocab_size"]}[self.kind]
         for name in unused:
             if getattr(self, name):
                 raise ValueError(f"tokenizer.{name}: tokenizer.kind {self.kind} does not use it; remove it")

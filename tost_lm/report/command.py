@@ -35,7 +35,3 @@ def main(paths: list[Path], config: ReportConfig) -> None:
 
 def run() -> NoReturn:
     run_program(main, name="tost report", doc=__doc__ or "", positional="RUN…", config=ReportConfig)
-
-
-if __name__ == "__main__":
-    run()

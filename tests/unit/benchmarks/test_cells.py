@@ -4,12 +4,8 @@ cell a process of its own."""
 from functools import partial
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode, bmm_flop
 
 from benchmarks import model, operator
-from tost_lm.mixers.delta.chunked import delta_rule_chunks
-from tost_lm.mixers.delta.settings import CHUNK_TOKENS, GROUP_CHUNKS
 
 TOKENS = 64
 
@@ -48,50 +44,3 @@ def test_every_rival_of_the_model_is_measured(work: str):
     assert tost < 4 * TOKENS
     assert gpt2 == ([0, 0] if work == model.TRAINING else [TOKENS * 2 * 8 * 4] * 2)
     assert len(model.table_rows(cells)) == 1
-
-
-def test_the_longest_context_is_measured_in_turns_with_the_shortest(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(model, "ROUNDS", 7)
-    monkeypatch.setattr(model, "TOKENS_IN_ROUND", 2)
-    shape = {"layers": 1, "width": 8, "heads": 2, "vocab_size": 256}
-    cells = []
-    for name in ("ToST", "GPT-2, plain attention"):
-        rival = {"settings": {**model.COMMON, **model.RIVALS[name], **shape}, "attention": model.ATTENTION.get(name)}
-        cell = model.contexts_in_turns("cpu", [TOKENS, 4 * TOKENS], "float32", rival, budget_s=10)
-        assert [len(seconds) for seconds in cell["seconds"]] == [7, 7]
-        cells.append(
-            {"work": model.COST_OF_LENGTH, "tokens": 4 * TOKENS, "shortest_tokens": TOKENS, "rival": name, **cell}
-        )
-    (row,) = model.table_rows(cells)
-    assert row["tokens"] == "256 ÷ 64"
-    assert row["ToST"].endswith("×, 1×")
-    assert row["GPT-2, plain attention"].endswith("×, 4×")
-
-
-def test_the_operator_is_timed_beside_a_busy_process():
-    shape = {"batch": 1, "heads": 2, "channels": 4, "dtype": "float32"}
-    found = operator.beside_a_busy_process("cpu", tokens=64, **shape)
-    assert len(found["seconds"]) == len(found["quiet_seconds"]) == 7
-    line = operator.busy_line({"tokens": 64, **found, "quiet_seconds": [1.0], "seconds": [1.5]})
-    assert "1.50 × the quiet time" in line
-
-
-def test_the_delta_rule_is_timed_beside_all_its_matrix_products():
-    tokens, heads, channels = 4 * GROUP_CHUNKS * CHUNK_TOKENS, 8, 16
-    rounds = operator.beside_its_products("cpu", tokens, 1, heads, channels, "float32")
-    assert {name: len(seconds) for name, seconds in rounds.items()} == {"seconds": 7, "product_seconds": 7}
-    line = operator.products_line({"tokens": tokens, "seconds": [3.0], "product_seconds": [2.0]})
-    assert "1.50 × the time of its matrix products alone" in line
-
-    *inputs, initial = (
-        torch.rand(*shape).requires_grad_()
-        for shape in (*[(tokens, heads, channels)] * 3, *[(tokens, heads)] * 2, (1, heads, channels, channels))
-    )
-    in_place = {torch.ops.aten.baddbmm_: lambda _, left, right, **out: bmm_flop(left, right)}
-    with FlopCounterMode(display=False, custom_mapping=in_place) as of_rule:
-        y, _ = delta_rule_chunks(*inputs, initial, [tokens])  # pyright: ignore[reportCallIssue]
-        y.sum().backward()
-    with FlopCounterMode(display=False) as of_products:
-        operator.delta_products("cpu", tokens, heads, channels)()
-    solved = 2 * (tokens // CHUNK_TOKENS) * heads * (2 * CHUNK_TOKENS**2 * channels)
-    assert of_products.get_total_flops() == of_rule.get_total_flops() + solved

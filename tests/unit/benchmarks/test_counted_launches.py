@@ -35,6 +35,7 @@ def test_a_block_around_its_mixer():
     assert around == 12 * BLOCK_LAUNCHES + MODEL_LAUNCHES
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(missing_compiler(torch.device("cpu"))), reason="torch.compile needs a C++ compiler")
 def test_a_compiled_block_has_few_kernels():
     """Forward and backward; norms, residuals, LayerScale and casts are in few generated kernels."""

@@ -14,13 +14,12 @@ import psutil
 import pytest
 
 from benchmarks import gpu
-from benchmarks.engine import packed_batches
 from benchmarks.gpu_parts import by_class
 from benchmarks.gpu_ranks import LAYOUTS
 from benchmarks.gpu_settings import PARTS, GpuBenchmarkConfig
 from benchmarks.gpu_two_ranks import compared
 from benchmarks.measure import CHECKOUT, read_cells
-from tost_lm.config import EXIT_INTERRUPTED, load_config, validate
+from tost_lm.config import load_config, validate
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.pretrain.plan.settings import PlanConfig, results_file
 
@@ -84,17 +83,6 @@ def test_without_other_packages_steps_are_measured_in_a_plain_loop(tmp_path: Pat
     assert ranks["failed"] == "not tried: deepspeed is not installed"
 
 
-def test_packed_samples_are_full_of_documents_that_differ_between_batches():
-    one, other = packed_batches(2, 16, 1024, 64, "cpu")
-    assert one.cu_seqlens is not None
-    assert other.cu_seqlens is not None
-    for ends in (one.cu_seqlens.tolist(), other.cu_seqlens.tolist()):
-        assert ends == sorted(set(ends))
-        assert {*range(0, 16 * 1024 + 1, 1024)} < {*ends}
-    assert one.tokens.shape == one.labels.shape == (1, 16 * 1024)
-    assert one.cu_seqlens.tolist() != other.cu_seqlens.tolist()
-
-
 HANGING = """
 import fcntl, subprocess, time
 from pathlib import Path
@@ -135,22 +123,6 @@ def test_a_part_over_its_limit_keeps_its_traceback(hanging: tuple[Path, Path]):
             break
     assert "test_hanging.py" in cell["traceback"]  # of the hanging test
     assert "in gpu_tests" in cell["traceback"]  # of the process that waited for it
-    assert_ended_and_stored(held)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_part_ends_when_the_benchmark_is_interrupted(hanging: tuple[Path, Path], signum: signal.Signals):
-    began, held = hanging
-    command = [sys.executable, "-m", "benchmarks.gpu", "gpu.device=cpu", 'gpu.parts=["tests"]']
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as benchmark:
-        while not began.exists():
-            assert benchmark.poll() is None
-            time.sleep(0.1)
-        benchmark.send_signal(signum)
-        _, errors = benchmark.communicate()
-    assert benchmark.returncode == EXIT_INTERRUPTED, errors
     assert_ended_and_stored(held)
 
 

@@ -1,14 +1,11 @@
 """The measuring tools: memory that is known is found, failures are distinguished, rivals take turns."""
 
-import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import measure
-from tost_lm.config import Section
 
 MEGABYTE = 1 << 20
 
@@ -52,26 +49,8 @@ def test_rivals_take_turns_after_a_call_each():
     assert min(seconds["b"]) >= 0.01 > min(seconds["a"])
 
 
-def test_rounds_end_with_the_budget_but_one_is_done():
-    times = measure.interleaved_seconds({"a": lambda: time.sleep(0.02)}, "cpu", budget_s=0)["a"]
-    assert len(times) == 1
-
-
 def test_the_interval_of_a_median_is_that_of_the_tables():
     """Ranks of the sign test's 95 % interval."""
     assert measure.median_interval(range(30, 0, -1)) == (10, 21)
     assert measure.median_interval(range(1, 101)) == (40, 61)
     assert measure.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
-
-
-def test_results_are_stored_as_table_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    table = measure.markdown_table([{"tokens": "1", "a": "2 ms"}, {"tokens": "1,024", "a": "3 ms"}])
-    assert table.splitlines() == ["| tokens | a    |", "| ------ | ---- |", "| 1      | 2 ms |", "| 1,024  | 3 ms |"]
-    path = measure.store("thing", "cpu", Section(), [{"seconds": [1.5]}], table)
-    assert path.parent == Path("benchmarks/results")
-    assert path.name.startswith("thing_")
-    assert table in path.read_text()
-    record = json.loads(path.with_suffix(".json").read_text())
-    assert record["cells"] == [{"seconds": [1.5]}]
-    assert record["machine"]["torch"] == torch.__version__

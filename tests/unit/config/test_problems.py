@@ -120,25 +120,13 @@ def test_context_is_another_name_of_sequence_ranks(kind: type[ParallelConfig], t
     assert "two names of one setting, and both are set; remove one" in str(error.value)
 
 
-def test_a_problem_of_context_is_that_of_the_command_line(tmp_path: Path):
-    assert problems(tmp_path, "[parallel]\nzero_stage = 7", "parallel.context=0") == [
-        "command line: parallel.sequence: input should be greater than 0, got 0",
-        "FILE: parallel.zero_stage: input should be 0, 1, 2 or 3, got 7",
-    ]
-
-
 @pytest.mark.parametrize(
     ("section", "name", "value"),
     [
         (DataPrepConfig, "shards.folder", "s3://bucket/x"),
-        (DataPrepConfig, "tokenizer.path", "https://host/x"),
-        (DataPrepConfig, "corpus.source", "gs://bucket/*.jsonl"),
-        (DataPrepConfig, "passages.text", "s3://bucket/x"),
-        (EvalConfig, "heldout.shards", "s3://bucket/x"),
         (EvalConfig, "sets", '{wikitext2 = "https://host/x"}'),
         (PretrainConfig, "data.folder", "s3://bucket/x"),
         (PretrainConfig, "data.mixture", '{"s3://bucket/x" = 1.0, b = 2.0}'),
-        (PretrainConfig, "train.initial_weights", "hf+x://bucket/x"),
         (PretrainConfig, "evaluation.sets", '{wikitext2 = "S3://bucket/x"}'),
         (PretrainConfig, "model.plugins", '["a.py", "s3://x.py"]'),
     ],

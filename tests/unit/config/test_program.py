@@ -76,21 +76,6 @@ def test_a_file_that_may_be_left_out(tmp_path: Path):
     assert seen == [(None, 3), (None, 4), (tmp_path / "some.toml", 5)]
 
 
-def test_several_paths(capsys: pytest.CaptureFixture[str]):
-    seen: list[tuple[list[Path], int]] = []
-    for words in (["runs/x"], ["runs/x", "y", "size=5"], ["runs/x", "size=5", "y"], ["size=5"]):
-        with pytest.raises(SystemExit):
-            run_program(
-                lambda paths, config: seen.append((paths, config.size)),
-                name="p", doc="", positional="RUN…", config=Settings, arguments=words,
-            )  # fmt: skip
-    assert seen == [([Path("runs/x")], 3), ([Path("runs/x"), Path("y")], 5)]
-    assert [line.partition(" ")[2] for line in capsys.readouterr().err.splitlines()] == [
-        "not a setting: y; write section.key=value",
-        "RUN is missing; write python -m p RUN… before any section.key=value",
-    ]
-
-
 class Tasks(Section):
     tasks: list[str]
     """Names."""
@@ -132,10 +117,7 @@ class Generation(Section):
         (["x"], "none"),
         (["x", "sample.tokens=1"], "none"),
         (["x", "a text"], "a text"),
-        (["x", "42"], "42"),
-        (["x", ""], ""),
         (["x", 'x = "1"\n\t\\é😀\x7f', "sample.tokens=1"], 'x = "1"\n\t\\é😀\x7f'),
-        (["x", "sample.prompt=other"], "other"),
         (["x", 'sample.prompt="x=1"'], "x=1"),
         (["x", "Mr. Smith=Jones"], "Mr. Smith=Jones"),
     ],

@@ -1,17 +1,20 @@
 """A small corpus with unusual characters, the settings of its build, and readers of corpora."""
 
+import io
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import sentencepiece
 
 from tost_lm.config import validate
 from tost_lm.data.settings import CorpusConfig, DataPrepConfig
 from tost_lm.data.sources import BadRow, Document, parse, read_blocks
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.data.tokenizers.interface import SentencePieceTokenizer
+from tost_lm.data.tokenizers.interface import SPACE_MARK, SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.data_prep import build
 from tost_lm.errors import DataError
@@ -62,6 +65,21 @@ def refusal(source: CorpusConfig | Path | str, **settings: Any) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+LOSSLESS = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+
+
+def trained_elsewhere(
+    texts: Sequence[str], vocab_size: int, symbols: Sequence[str] = (), **settings: Any
+) -> SentencePieceTokenizer:
+    """A BPE model by SentencePiece's own trainer, whose vocabulary has these symbols as pieces."""
+    model, pieces = io.BytesIO(), [symbol.replace(" ", SPACE_MARK) for symbol in symbols]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=model, vocab_size=vocab_size, model_type="bpe", minloglevel=2,
+        user_defined_symbols=pieces, **settings,
+    )  # fmt: skip
+    return SentencePieceTokenizer(model.getvalue())
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,9 @@ import pytest
 import regex
 from shared_data import GPT2_BPE, SHARED, needs_shared
 
-from tost_lm.config import validate
-from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.tokenizers import Gpt2Tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import SPACES, gpt2_tokenizer
-from tost_lm.errors import ConfigError, DataError
+from tost_lm.errors import DataError
 
 pytestmark = pytest.mark.quick
 
@@ -53,20 +51,6 @@ def random_texts(count: int) -> list[str]:
     return [characters(number % 4) for number in range(count)]
 
 
-@pytest.mark.parametrize(("name", "value"), [("vocab_size", 50257), ("user_symbols", ["<|fim|>"])])
-def test_settings_of_training_are_refused(name, value):
-    tree = {"corpus": {"source": "x"}, "tokenizer": {"kind": "gpt2", name: value}, "shards": {"folder": "x"}}
-    with pytest.raises(ConfigError, match=rf"tokenizer\.{name}: tokenizer.kind gpt2 does not use it; remove it"):
-        validate(DataPrepConfig, tree, "test")
-
-
-@needs_shared
-def test_known_ids(tokenizer):
-    assert tokenizer.encode("Hello world") == [15496, 995]
-    assert (tokenizer.vocab_size, tokenizer.eot) == (50257, 50256)
-    assert tokenizer.encode("") == []
-
-
 @needs_shared
 def test_random_texts_have_the_ids_of_another_implementation_and_decode(tokenizer):
     other = other_implementation()
@@ -92,12 +76,6 @@ def test_end_of_text_in_a_text_is_plain_text(tokenizer):
     assert tokenizer.encode("a<|endoftext|>b") == [64, 27, 91, 437, 1659, 5239, 91, 29, 65]
     assert tokenizer.eot not in tokenizer.encode_array("<|endoftext|>" * 1000)
     assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.eot, *tokenizer.encode(" b")]) == "a b"
-
-
-@needs_shared
-def test_incomplete_characters_decode_to_replacements(tokenizer):
-    half, _ = tokenizer.encode("😀")
-    assert tokenizer.decode([half]) == "\ufffd"
 
 
 @needs_shared

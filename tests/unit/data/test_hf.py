@@ -21,7 +21,6 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from tost_lm.config import validate
 from tost_lm.data.settings import DataPrepConfig
-from tost_lm.data.shards import Shards
 from tost_lm.data.tokenizers import HfTokenizer, LosslessTokenizer, make_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.hf import hf_tokenizer
@@ -75,7 +74,7 @@ def test_texts_have_the_ids_of_the_library(pair: tuple[HfTokenizer, Pipeline]):
         assert tokenizer.decode(array) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.lists(st.sampled_from(HARD_CASES)).map("".join))
 @example(text="".join(HARD_CASES))
 @example(text=" ".join(HARD_CASES))
@@ -163,17 +162,11 @@ def test_the_end_of_text_token_must_be_named(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("name", "value", "kind"),
-    [("vocab_size", 400, "hf"), ("user_symbols", ["x"], "hf"), ("eot_token", EOT, "gpt2"), ("eot_token", EOT, None)],
+    [("vocab_size", 400, "hf"), ("vocab_size", 400, "gpt2"), ("eot_token", EOT, "gpt2"), ("eot_token", EOT, None)],
 )
 def test_settings_of_other_kinds_are_refused(name: str, value: Any, kind: str | None):
     with pytest.raises(ConfigError, match=rf"tokenizer\.{name}: tokenizer\.kind \w+ does not use it; remove it"):
         prep(Path("x"), kind=kind or "sentencepiece", **{name: value})
-
-
-def test_a_missing_path_is_refused():
-    tree = {"corpus": {"source": "x"}, "tokenizer": {"kind": "hf"}, "shards": {"folder": "x"}}
-    with pytest.raises(ConfigError, match=r"tokenizer\.path: not set; set it to a tokenizer\.json"):
-        validate(DataPrepConfig, tree, "test")
 
 
 def test_files_that_are_not_tokenizers_are_refused(tmp_path: Path):
@@ -240,25 +233,6 @@ def test_the_file_holds_the_original_and_the_end_of_text_token(tmp_path: Path):
         stored.write_bytes(damaged)
         with pytest.raises(DataError, match=r"tokenizer\.hf\.json: not a file that tost prepare shards wrote"):
             read_tokenizer(stored)
-
-
-def test_shards_are_the_same_from_any_number_of_workers(tmp_path: Path):
-    source = tmp_path / "corpus.jsonl"
-    source.write_text("".join(json.dumps({"text": f"{text} {EOT}"}) + "\n" for text in TEXTS))
-    tokenizer = made(byte_level())
-    for workers in (1, 2):
-        build_shards(prep_config(source, tmp_path / str(workers), workers), tokenizer)
-    one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "12")
-    assert one == two
-    shards = Shards.open(tmp_path / "1")
-    shards.verify()
-    assert shards.manifest["tokenizer"] == {"sha256": tokenizer.sha256, "vocab_size": 400, "eot": 1}
-    decoded = [
-        shards.tokenizer().decode(ids.tolist())
-        for split in ("train", "valid", "test")
-        for ids in shards.documents(split)
-    ]
-    assert sorted(decoded) == sorted(f"{text} {EOT}" for text in TEXTS)
 
 
 def test_a_loss_that_only_the_corpus_shows_ends_the_build(tmp_path: Path):

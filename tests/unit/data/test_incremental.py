@@ -19,7 +19,7 @@ from tost_lm.data.tokenizers.interface import (
     decode_ids,
     encode_blocks,
 )
-from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
+from tost_lm.data.tokenizers.training import train_sentencepiece
 
 WORDS = [
     "a", "page", "Pages,", "\n", "\n\n", "  ", "\t", " ", "naïve", "漢字", "🙂", "e\u0301", "\u3000", "\x1c", "x=1",
@@ -49,7 +49,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
         return made(byte_level(texts))
     if request.param.startswith("hf"):
         return made(prefixed_bpe(texts), "</s>")
-    return SentencePieceTokenizer(train_sentencepiece(texts, 400, symbol_pieces(["  ", " x", "\n "])))
+    return SentencePieceTokenizer(train_sentencepiece(texts, 400))
 
 
 @pytest.mark.quick

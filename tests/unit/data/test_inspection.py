@@ -7,7 +7,6 @@ import pytest
 
 from tost_lm.data import shards
 from tost_lm.data.shards import Shards, length_histogram, token_counts
-from tost_lm.errors import printable
 
 
 def test_buckets_count_every_document_once():
@@ -26,7 +25,3 @@ def test_token_counts(built, monkeypatch, chunk):
     opened = Shards.open(built.config.shards.folder)
     by_hand = Counter(token for tokens in opened.token_arrays("train") for token in tokens[:].tolist())
     assert token_counts(opened, "train").tolist() == [by_hand[token] for token in range(opened.vocab_size)]
-
-
-def test_control_characters_are_escaped():
-    assert printable("naïve\t漢\n\x1b[2J\0\r", keep="\n\t") == "naïve\t漢\n\\x1b[2J\\x00\\r"

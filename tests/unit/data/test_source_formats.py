@@ -112,17 +112,6 @@ def test_every_format_gives_the_same_rows_and_resumes_at_every_block(tmp_path, n
         assert fractions[-1] == 1
 
 
-def test_blocks_have_about_the_requested_size(tmp_path):
-    texts = [f"{n} " * 100 for n in range(2000)]
-    for name in FORMATS:
-        file = tmp_path / name
-        file.write_bytes(FORMATS[name](texts))
-        sizes = [len(block.payload) for block in read_blocks(corpus(file), block_bytes=50_000)]
-        assert max(sizes) < 60_000, name
-        assert all(size > 20_000 for size in sizes[:-1]), name
-        file.unlink()
-
-
 LINES = st.lists(
     st.one_of(
         st.text(max_size=30).map(lambda text: json.dumps({"text": text}, ensure_ascii=False).encode()),
@@ -304,21 +293,6 @@ def test_invalid_utf8_in_a_table_is_a_bad_row(tmp_path, binary, kind):
         BadRow(2, f"{file}, row 2", "field 'text' is null"),
         Document(3, "last"),
     ]
-
-
-def test_array_items_are_not_changed(tmp_path):
-    file = tmp_path / "a.json"
-    file.write_text(
-        '[{"text": "\\ud800"}, {"text": "\\ud83d\\ude00"}, {"text": "a", "n": 123456789012345678901234567890},'
-        ' 7, {"body": "x"}]'
-    )
-    config = corpus(file)
-    surrogate, *middle, number, field = read(config)
-    assert surrogate == BadRow(0, f"{file}, item 0", "character 0 of field 'text' is a lone surrogate")
-    assert middle == [Document(1, "😀"), Document(2, "a")]
-    assert number == BadRow(3, f"{file}, item 3", "not a JSON object but a number")
-    assert isinstance(field, BadRow)
-    assert "fields there: body" in field.reason
 
 
 @pytest.mark.parametrize("sign", ["\n", "\r\n", "\r", "\t", "\0", "\x1f"])

@@ -2,8 +2,6 @@
 
 import json
 import os
-import pickle
-import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from builds import corpus, read, refusal
 
 from tost_lm.config import validate
 from tost_lm.data.settings import DataPrepConfig
-from tost_lm.data.sources import BadRow, Document, Position, count_rows, fingerprint, left_out_files, parse, read_blocks
+from tost_lm.data.sources import BadRow, Document, count_rows, fingerprint, left_out_files, read_blocks
 from tost_lm.data.sources.files import corpus_files
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece, write_tokenizer
@@ -187,24 +185,6 @@ def test_the_fingerprint_depends_on_files_and_document_settings(tmp_path):
     assert globbed == fingerprint(corpus(f"{moved.rename(folder)}/*.txt"))
 
 
-def test_blocks_are_numbered_through_the_corpus(tmp_path):
-    for name in "abc":
-        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name}{n}"}}\n\n' for n in range(50)))
-    write(tmp_path, bb_txt="a text")
-    blocks = list(read_blocks(corpus(tmp_path), block_bytes=100))
-    assert [block.first_row for block in blocks] == [0, *(block.end.row for block in blocks[:-1])]
-    assert blocks[-1].end.row == sum(block.rows for block in blocks) == count_rows(corpus(tmp_path)) == 151
-    fractions = [block.fraction_read or 0 for block in blocks]
-    assert fractions == sorted(fractions)
-    assert fractions[0] < 0.1
-    assert fractions[-1] == 1
-    rows = [row for block in blocks for row in parse(block, corpus(tmp_path))]
-    assert [row.row for row in rows] == list(range(151))
-    for block in blocks:
-        assert pickle.loads(pickle.dumps(block)) == block
-        assert Position(*json.loads(json.dumps(block.end))) == block.end
-
-
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -232,17 +212,6 @@ def test_a_bad_line_is_named_and_the_rest_is_read(tmp_path, line, reason):
     assert (bad.row, bad.where) == (1, f"{file}, line 3")
     assert reason in bad.reason
     assert "\n" not in bad.reason
-
-
-@pytest.mark.parametrize("names", [["a\nb\u2028\ud800é\x1b[0m"], ["x" * 10_000], [f"field {n}" for n in range(5000)]])
-def test_field_names_are_listed_on_a_short_line(tmp_path, names):
-    (tmp_path / "a.jsonl").write_text(json.dumps(dict.fromkeys(names, 1)))
-    (bad,) = read(tmp_path)
-    assert isinstance(bad, BadRow)
-    assert bad.reason.isprintable()
-    assert len(bad.reason.encode()) < 300
-    shown = r"there: (a\\nb\\u2028\\ud800é\\x1b\[0m|x{200} …|field 0, .*, field 7 …)$"
-    assert re.search(shown, bad.reason)
 
 
 def not_utf8(byte: int) -> str:
@@ -275,19 +244,6 @@ def test_texts_are_normalized_before_their_length_is_checked(tmp_path):
     assert texts(tmp_path, normalization="NFC", min_characters=2) == ["abc", "😀😀"]
     assert texts(tmp_path, normalization="NFC", min_characters=2, max_characters=2) == ["😀😀"]
     assert texts(tmp_path, max_characters=1) == ["ﬁ"]
-
-
-def test_a_corpus_is_never_written(tmp_path):
-    write(tmp_path, a_jsonl="one", b_txt="two")
-    tmp_path.chmod(0o555)
-    try:
-        before = {path.name: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.iterdir()]}
-        assert texts(tmp_path) == ["one", "two"]
-        assert count_rows(corpus(tmp_path)) == 2
-        fingerprint(corpus(tmp_path))
-        assert {path.name: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.iterdir()]} == before
-    finally:
-        tmp_path.chmod(0o755)
 
 
 @pytest.fixture
@@ -352,21 +308,6 @@ def test_a_hub_dataset_resumes_at_every_block(hub_folder, streaming):
     assert len(blocks) > 4
     for number, block in enumerate(blocks, start=1):
         assert list(read_blocks(config, block.end, block_bytes=2000)) == blocks[number:]
-
-
-def test_a_hub_dataset_is_counted_by_its_metadata(hub_folder):
-    config = corpus(f"hub:{hub_folder}", hub_subset="de")
-    assert [block.fraction_read for block in read_blocks(config)] == [1.0]
-    assert count_rows(config) == 1
-    unknown = corpus(f"hub:{hub_folder}")
-    assert {block.fraction_read for block in read_blocks(unknown)} == {None}
-    downloaded = corpus(f"hub:{hub_folder}", hub_streaming=False)
-    assert [block.fraction_read for block in read_blocks(downloaded)] == [1.0]
-    assert fingerprint(downloaded) == fingerprint(unknown)
-    before = fingerprint(unknown)
-    assert before == fingerprint(unknown) != fingerprint(config)
-    os.utime(hub_folder / "en/train.parquet", (1, 1))
-    assert before != fingerprint(unknown)
 
 
 def test_a_hub_dataset_with_a_loading_script_names_the_fix(hub_folder):

@@ -1,6 +1,5 @@
 """The split: by a hash of the text, or by the rows that nanoGPT draws."""
 
-import pickle
 import sys
 
 import pytest
@@ -27,12 +26,6 @@ def test_hash_split_has_the_requested_fractions():
     assert 0.09 < len(test) / len(TEXTS) < 0.11
     assert len(valid) + len(test) + len(train) == len(TEXTS)
     assert texts_of("train", valid_fraction=0, test_fraction=0) == set(TEXTS)
-
-
-def test_larger_fractions_take_documents_from_train_only():
-    valid, test = (texts_of(name, valid_fraction=0.05, test_fraction=0.05) for name in ("valid", "test"))
-    assert valid < texts_of("valid", valid_fraction=0.1, test_fraction=0.3)
-    assert test < texts_of("test", valid_fraction=0.1, test_fraction=0.3)
 
 
 def test_hash_split_depends_on_the_text_alone():
@@ -78,11 +71,3 @@ def test_nanogpt_split_without_datasets_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"^corpus\.split nanogpt: .*: pip install datasets$"):
         splitter(rows=100, split="nanogpt")
-
-
-@pytest.mark.parametrize(("settings", "rows"), [({}, None), ({"split": "nanogpt"}, 5000)])
-def test_a_splitter_is_picklable(settings, rows):
-    split = splitter(rows, **settings)
-    copy = pickle.loads(pickle.dumps(split))
-    for row, text in enumerate(TEXTS[:5000]):
-        assert copy.split_of(row, text) == split.split_of(row, text)

@@ -1,4 +1,4 @@
-"""What a run reads over its stages: each source goes on where it was, or starts with what was not yet read."""
+"""The data of a run of stages: a source goes on where it was, or starts with what was not yet read."""
 
 from pathlib import Path
 

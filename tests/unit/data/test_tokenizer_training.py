@@ -20,12 +20,11 @@ from tost_lm.data.tokenizers.training import (
     record_path,
     retrain_reason,
     sample_texts,
-    symbol_pieces,
     train_sentencepiece,
     write_tokenizer,
 )
 from tost_lm.data_prep.commands import tokenizer as train_tokenizer
-from tost_lm.errors import ConfigError, DataError
+from tost_lm.errors import DataError
 
 
 def random_texts(count: int) -> list[str]:
@@ -114,25 +113,10 @@ def test_a_sample_does_not_depend_on_order_or_files(corpus, tmp_path):
         assert sample(prep_config(corpus, sample_bytes=most, seed=1)).texts != one.texts
 
 
-def test_a_sample_of_repeated_texts_does_not_depend_on_order(tmp_path):
-    rows = ["a" * 100] * 30 + ["b" * 100] * 30 + ["c" * 100] * 30
-    for number, order in enumerate((rows, rows[::-1], random.Random(0).sample(rows, 90))):
-        write_rows(tmp_path / f"{number}.jsonl", order)
-    samples = [sample(prep_config(tmp_path / f"{i}.jsonl", {"valid_fraction": 0}, sample_bytes=4550)) for i in range(3)]
-    assert samples[0] == samples[1] == samples[2]
-    assert sum(map(len, samples[0].texts)) == 4550
-
-
 def test_a_document_larger_than_the_sample_is_cut_between_characters(tmp_path):
     (tmp_path / "one.txt").write_text("é" * 5000)
     found = sample(prep_config(tmp_path / "one.txt", {"valid_fraction": 0}, sample_bytes=1001))
     assert found.texts == [("é" * 500).encode()]
-
-
-def test_a_sample_with_the_nanogpt_split(corpus):
-    found = sample(prep_config(corpus, {"split": "nanogpt"}))
-    assert found.documents == len(TEXTS) - 1
-    assert len(found.texts) == found.documents
 
 
 def test_bad_rows_are_skipped_up_to_the_allowed_fraction(tmp_path):
@@ -179,53 +163,10 @@ def test_a_lossy_tokenizer_is_refused():
         train_tokenizer.check_lossless(Lossy(model), texts)
 
 
-def test_reading_is_reported(corpus):
-    reports: list[tuple[int, int | None]] = []
-    found = sample_texts(prep_config(corpus), lambda *report: reports.append(report))
-    assert reports[-1] == (sum(map(len, found.texts)),) * 2
-
-
 def test_training_is_repeatable():
     first = train_sentencepiece(TEXTS, 400)
     assert train_sentencepiece(iter(TEXTS), 400) == first
     assert train_sentencepiece(TEXTS, 401) != first
-
-
-def test_training_is_reported():
-    reports: list[tuple[int, int]] = []
-    train_sentencepiece(TEXTS, 1000, report=lambda *report: reports.append(report))
-    assert reports == sorted(reports)
-    assert 900 <= reports[-1][0] <= 1000
-    assert {total for _, total in reports} == {1000}
-
-
-def test_each_user_symbol_is_one_piece():
-    symbols = ["<|fim|>", "a b", " ", "\n\n", ",", '"x,"', "a", "\\", "😀"]
-    tokenizer = SentencePieceTokenizer(train_sentencepiece(TEXTS, 400, symbol_pieces(symbols)))
-    ids = [tokenizer.encode(symbol) for symbol in symbols]
-    assert all(len(one) == 1 for one in ids)
-    assert len({one[0] for one in ids}) == len(symbols)
-    text = 'x<|fim|>ya b\n\n\n"x,"'
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert {one[0] for one in ids[:2]} <= set(tokenizer.encode(text))
-
-
-@pytest.mark.parametrize(
-    ("symbols", "problem"),
-    [
-        (["a", ""], "'' is empty"),
-        (["b", "a", "b"], "'b' is repeated"),
-        (["<|endoftext|>"], "'<|endoftext|>' is already a piece of every"),
-        (["<unk>"], "'<unk>' is already a piece of every"),
-        (["<0x0A>"], "'<0x0A>' is already a piece of every"),
-        (["a\u2581"], "has the character U+2581"),
-        (["\U000f25810"], "has the character U+F2581"),
-        (["\0"], "has the character U+0000"),
-    ],
-)
-def test_invalid_user_symbols_are_refused(symbols, problem):
-    with pytest.raises(ConfigError, match=rf"^tokenizer\.user_symbols: .*{re.escape(problem)}[^\n]*$"):
-        symbol_pieces(symbols)
 
 
 def test_the_largest_vocabulary_of_the_message_can_be_trained():
@@ -236,11 +177,6 @@ def test_the_largest_vocabulary_of_the_message_can_be_trained():
     assert SentencePieceTokenizer(train_sentencepiece(TEXTS, int(most[1]))).vocab_size == int(most[1])
     with pytest.raises(DataError, match="too large"):
         train_sentencepiece(TEXTS, int(most[1]) + 1)
-
-
-def test_a_vocabulary_too_small_for_the_characters_is_refused():
-    with pytest.raises(DataError, match=r"vocab_size 300: too small .* at least 1258"):
-        train_sentencepiece(["".join(map(chr, range(0x4E00, 0x4E00 + 1000)))], 300)
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["\0"]])
@@ -264,14 +200,6 @@ def test_errors_of_the_corpus_pass_through(error):
 def trainers() -> list[psutil.Process]:
     """The training processes among the children of this process."""
     return [child for child in psutil.Process().children() if "training_process" in " ".join(child.cmdline())]
-
-
-def test_errors_of_the_report_pass_through():
-    def fail(done: int, total: int) -> None:
-        raise BrokenPipeError
-
-    with pytest.raises(BrokenPipeError):
-        train_sentencepiece(TEXTS, 1000, report=fail)
 
 
 def test_ctrl_c_ends_training():
@@ -299,7 +227,7 @@ def test_a_record_matches_only_its_settings(tmp_path):
     write_tokenizer(config, "abc", b"a model", 3, 14)
     assert retrain_reason(config, "abc") is None
     assert retrain_reason(config, "abd") == "the corpus or its settings changed"
-    settings: list[dict[str, Any]] = [{"vocab_size": 500}, {"user_symbols": ["x"]}, {"sample_bytes": 9}, {"seed": 1}]
+    settings: list[dict[str, Any]] = [{"vocab_size": 500}, {"sample_bytes": 9}, {"seed": 1}]
     for changed in settings:
         (setting,) = changed
         was = getattr(config.tokenizer, setting)

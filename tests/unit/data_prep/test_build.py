@@ -165,7 +165,7 @@ def test_a_kill_while_publishing_is_recovered(built: Built, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["shards"]
 
 
-@pytest.mark.parametrize("change", ["corpus", "settings", "journal", "tokens"])
+@pytest.mark.parametrize("change", ["corpus", "settings", "tokens"])
 def test_a_different_build_is_not_resumed(built: Built, tmp_path, change):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_bytes(Path(built.config.corpus.source).read_bytes())
@@ -177,8 +177,6 @@ def test_a_different_build_is_not_resumed(built: Built, tmp_path, change):
         os.utime(corpus, (1, 1))
     elif change == "settings":
         config = prep_config(corpus, tmp_path / "shards", shard_tokens=1999)
-    elif change == "journal":
-        (aside / "journal.json").write_text("{")
     else:
         (aside / "train_00000.bin").write_bytes(b"")
         with pytest.raises(DataError, match=r"train_00000\.bin: shorter than at the last commit; delete"):
@@ -231,18 +229,10 @@ def test_too_many_bad_rows_end_the_build_and_a_higher_limit_resumes_it(built: Bu
     assert seen[0].documents > 10
 
 
-def test_rows_outside_the_length_limits_are_left_out(built: Built, tmp_path):
-    config = prep_config(Path(built.config.corpus.source), tmp_path / "shards", min_characters=100, max_characters=300)
-    manifest = build_shards(config, built.tokenizer)
-    kept = [text for text in TEXTS if 100 <= len(text) <= 300]
-    assert manifest["rows"] == {"read": 80, "bad": 0, "left_out": 80 - len(kept)}
-    assert sum(split["bytes"] for split in manifest["splits"].values()) == sum(len(text.encode()) for text in kept)
-
-
 def test_a_full_disk_is_one_line_and_nothing_is_lost(built: Built, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "read_blocks", partial(read_blocks, block_bytes=50_000))
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text((Path(built.config.corpus.source).read_text() + "\n") * 50)
+    corpus.write_text((Path(built.config.corpus.source).read_text() + "\n") * 20)
     config = prep_config(corpus, tmp_path / "shards", shard_tokens=10**6)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -312,13 +302,6 @@ def test_an_empty_split_is_refused(built: Built, tmp_path, settings, problem):
     with pytest.raises(DataError, match=problem):
         build_shards(prep_config(Path(built.config.corpus.source), tmp_path / "new", **settings), built.tokenizer)
     assert not (tmp_path / "new").exists()
-
-
-def test_splits_of_fraction_zero_may_be_empty(built: Built, tmp_path):
-    config = prep_config(Path(built.config.corpus.source), tmp_path / "new", valid_fraction=0.0, test_fraction=0.0)
-    build_shards(config, built.tokenizer)
-    shards = Shards.open(tmp_path / "new")
-    assert [len(list(shards.documents(split))) for split in ("train", "valid", "test")] == [80, 0, 0]
 
 
 def test_a_folder_with_other_files_is_never_replaced(built: Built, tmp_path):

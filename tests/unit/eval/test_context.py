@@ -12,7 +12,7 @@ from evaluations import CONTEXT
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
-from tost_lm.errors import ConfigError, DataError
+from tost_lm.errors import ConfigError
 from tost_lm.tasks.answers import Scorer, Scores, score_cell
 from tost_lm.tasks.context import CUE_TOKENS, KINDS, NAMES, SHOTS_INTRO, ContextConfig, CountedQueries
 from tost_lm.tasks.haystacks import NOISE, Text
@@ -234,36 +234,6 @@ def test_standard_errors_of_means_and_of_paired_gains(tokenizer: Tokenizer):
     assert scores["gain_over_first"] == pytest.approx(3 / TARGETS)
     assert scores["gain_over_first_standard_error"] == pytest.approx(0, abs=1e-12)
     assert score_cell(task, tokenizer, uneven, examples(task, 1))[0]["answer_nats_standard_error"] is None
-
-
-def test_default_cells_are_those_that_fit(tokenizer: Tokenizer):
-    assert make(COPYING, tokenizer).lengths(settings(), Facts(200)) == [50, 100, 200]
-    size = len(text_of(tokenizer).documents(2)[0])
-    half = Facts(2 * size)
-    assert make(CONTEXT_GAIN, tokenizer).lengths(settings(), half)[-1] == size  # no document is longer
-    with pytest.raises(DataError, match=r"the text has no two documents .* too few for context\.lengths .*haystack=FI"):
-        make(CONTEXT_GAIN, tokenizer).lengths(settings(lengths=[2 * size]), half)
-    for name in COUNTED:
-        task = make(name, tokenizer)
-        assert isinstance(task, CountedQueries)
-        lengths = task.lengths(settings(), Facts(1500))
-        counts = [task.facts(length)[task.counted] for length in lengths]
-        assert counts == list(task.counts)[: len(counts)]
-        assert lengths[-1] <= 1500
-        with pytest.raises(ConfigError, match=rf"context\.\w+: \d+ take .* tokens in {name}, more than the model's po"):
-            task.lengths(settings(), Facts(20, 20))
-
-
-def test_a_file_is_one_document_in_two_halves():
-    ids = np.arange(100)
-    text = Text("the file", np.array_split(ids, 7), {}, is_one_document=True)
-    assert [half.tolist() for half in text.documents(50)] == [half.tolist() for half in np.split(ids, 2)]
-    with pytest.raises(DataError, match="no two documents or halves of 51 tokens"):
-        text.documents(51)
-    several = [Text("the text", map(np.arange, [3, 9, 2, 8, 10]), {}) for _ in range(2)]
-    assert [len(own) for own in several[0].documents(8)] == [9, 8, 10]
-    several[1].for_length(2)
-    assert [len(own) for own in several[1].documents(8)] == [9, 8, 10]
 
 
 @pytest.mark.parametrize(

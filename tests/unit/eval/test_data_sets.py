@@ -13,7 +13,6 @@ import pytest
 from shared_data import SHARED, needs_shared
 
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.files import sha256_bytes
 from tost_lm.tasks import missing_word, perplexity
 from tost_lm.tasks.data_sets import DATA_SETS, SetFile
 from tost_lm.tasks.registry import FAMILIES  # noqa: F401, declares the test sets
@@ -77,16 +76,6 @@ def test_rows_of_the_hub_become_files_in_the_published_format(capsys: pytest.Cap
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_downloaded_file_is_reused(capsys: pytest.CaptureFixture[str]):
-    downloaded = find_file("ptb")
-    assert downloaded.is_published is None
-    capsys.readouterr()
-    assert find_file("ptb") == downloaded
-    assert capsys.readouterr().out == ""
-    assert find_file("wikitext2").is_published is False
-
-
-@pytest.mark.usefixtures("hub")
 def test_a_missing_set_is_one_line_that_asks_for_a_file(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(
         ConfigError, match=r"^sets\.enwik8: not set, and .* give sets\.enwik8=FILE \(enwik8, the whole file\)"
@@ -129,19 +118,6 @@ def test_a_file_may_be_compressed(tmp_path: Path):
         find_file("ptb", tmp_path / "a.txt.gz")
     with pytest.raises(DataError, match=r"sets\.ptb .*nowhere: no such file; give Mikolov's ptb\.test\.txt"):
         find_file("ptb", tmp_path / "nowhere")
-
-
-@needs_shared
-def test_rows_of_the_hub_give_the_published_bytes():
-    texts = {
-        "wikitext2": perplexity.wikitext_rows(EVAL / "wiki.test.raw.gz"),
-        "lambada_openai": missing_word.passages(EVAL / "lambada_test.jsonl.gz"),
-    }
-    for name, own in texts.items():
-        hub = DATA_SETS[name].hub
-        assert hub
-        written = "".join(hub.to_text([{"text": text} for text in own]))
-        assert sha256_bytes(written.encode()) == DATA_SETS[name].sha256
 
 
 @needs_shared

@@ -14,9 +14,7 @@ from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.data.shards import Shards
 from tost_lm.errors import TostError
 from tost_lm.model.streaming import TILE_TOKENS
-from tost_lm.page import Page
-from tost_lm.report.record import RunRecord
-from tost_lm.tasks.positions import Lengths, by_position, extrapolation_chart, mean_nats, section
+from tost_lm.tasks.positions import mean_nats
 from tost_lm.testing import FLOAT32_REORDERED
 
 pytestmark = pytest.mark.quick
@@ -108,14 +106,6 @@ def test_sequences_are_16_times_as_long_or_shorter_until_the_text_has_one(
     assert results_of(run_folder)["by_position"][-1]["end"] == 4 * length
 
 
-def test_the_trained_length_of_an_export_is_its_positions(tmp_path: Path, make_model, tokenizer, shards: Shards):
-    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=12, **UNLIMITED)
-    write_checkpoint(tmp_path / "export", model.config, model.state_dict(), tokenizer)
-    evaluate(tmp_path / "export", "positions", positions={"times": 2}, heldout={"shards": str(shards.folder)})
-    rows = results_of(tmp_path / "export")["by_position"]
-    assert [(row["end"], row["trained"]) for row in rows] == [(8, True), (12, True), (16, False), (24, False)]
-
-
 def test_too_little_text_is_reported_or_rejected(run_folder: Path, make_model, tokenizer, shards: Shards, capsys):
     add_unlimited(run_folder, make_model, tokenizer)
     tokens = sum(map(len, shards.token_arrays("valid")))
@@ -128,29 +118,3 @@ def test_too_little_text_is_reported_or_rejected(run_folder: Path, make_model, t
         measure(run_folder, times=tokens // 16 + 1)
     measure(run_folder, times=(tokens - 1) // 16)
     assert results_of(run_folder)["sequences"] == 1
-
-
-def test_ends_of_buckets():
-    assert Lengths(16, 24, None).ends == [8, 16, 24]
-    assert Lengths(5, 24, None).ends == [5, 8, 16, 24]
-    assert Lengths(100, 24, None).ends == [8, 16, 24]
-
-
-def test_the_report_marks_positions_beyond_the_trained_length(run_folder: Path, make_model, tokenizer):
-    page = Page("", figures="f")
-    assert "`tost eval " in section(RunRecord.read(run_folder), page)
-    add_unlimited(run_folder, make_model, tokenizer)
-    measure(run_folder)
-    text = section(RunRecord.read(run_folder), page)
-    first, *_, last = results_of(run_folder)["by_position"]
-    assert f"| 8 | {first['nats_per_token']:.4f} | {first['standard_error']:.4f} | within |" in text
-    assert f"| 64 | {last['nats_per_token']:.4f} | {last['standard_error']:.4f} | beyond |" in text
-    assert "learned positions" not in text
-    assert list(page.charts) == ["f/length_extrapolation"]
-
-
-def test_the_chart_has_the_numbers(run_folder: Path):
-    rows = by_position(np.array([[6.0, 5.0, 5.5], [5.0, 5.0, 6.5]]), [8, 16, 32], 16)
-    assert extrapolation_chart(rows, 16).table().splitlines()[1:] == ["8,5.5,0.5,1", "16,5.0,0.0,1", "32,6.0,0.5,0"]
-    (alone,) = by_position(np.array([[6.0]]), [8], 16)
-    assert extrapolation_chart([alone], 16).table().splitlines()[1:] == ["8,6.0,,1"]

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from evaluations import evaluate, scored
+from evaluations import scored
 
-from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
-from tost_lm.errors import DataError, TostError
+from tost_lm.errors import DataError
 from tost_lm.inference.requests import Likelihoods
 from tost_lm.tasks.scored import Example
 
@@ -99,17 +97,11 @@ ROWS = {"hellaswag": HELLASWAG, "arc_easy": ARC, "arc_challenge": ARC, "piqa": P
     ("data_set", "row", "problem"),
     [
         ("hellaswag", {**HELLASWAG, "ctx_b": None}, "ctx_b: input should be a valid string; give HellaSwag's"),
-        ("hellaswag", {**HELLASWAG, "label": ""}, "label: input should be a valid integer"),
         ("hellaswag", {**HELLASWAG, "label": 4}, "the answer '4' is none of 0, 1, 2, 3; "),
         ("hellaswag", {**HELLASWAG, "endings": ["one"]}, "1 choices with 1 labels; "),
-        ("hellaswag", ARC, "activity_label: field required; give HellaSwag's validation set, hellaswag_val.jsonl"),
-        ("hellaswag", [1], "the line: input should be a valid dict"),
         ("arc_easy", {**ARC, "answerKey": "C"}, "the answer 'C' is none of 1, 2, 3; give ARC-Easy's test set from"),
-        ("arc_easy", {**ARC, "choices": {"text": ["a", "b"]}}, "choices.label: field required; give ARC-Easy's"),
         ("arc_challenge", {**ARC, "choices": {"text": ["a", "b"], "label": ["1"]}}, "2 choices with 1 labels; "),
-        ("arc_challenge", {**ARC, "question": {"stem": "Which?"}}, "question: input should be a valid string; "),
         ("piqa", {**PIQA, "label": -1}, "the answer '-1' is none of 0, 1; give PIQA's validation set from the hub"),
-        ("piqa", {"goal": "a", "sol1": "b", "label": 0}, "sol2: field required; give PIQA's"),
     ],
 )
 def test_malformed_questions_are_rejected(tokenizer, tmp_path: Path, data_set: str, row: Any, problem: str):
@@ -129,21 +121,3 @@ def test_a_choice_without_a_token_is_rejected(tokenizer, tmp_path: Path):
     path = write(tmp_path / "file", {**PIQA, "sol2": ""})
     with pytest.raises(DataError, match="file, line 1: a choice without a token; remove the line"):
         scored("piqa@lm-eval").examples(path, Stripping(tokenizer.model_bytes), 100)
-
-
-@pytest.mark.parametrize(("text", "likely"), [("goal,sol1\na,b\n", "text in lower case"), ("", "an empty file")])
-def test_a_file_of_another_format_is_rejected(tokenizer, tmp_path: Path, text: str, likely: str):
-    (tmp_path / "file").write_text(text)
-    with pytest.raises(DataError, match=f"line 1: wrong format, the file looks like {likely}; give PIQA's validation"):
-        scored("piqa@lm-eval").examples(tmp_path / "file", tokenizer, 100)
-
-
-def test_a_damaged_model_has_no_accuracy(run_folder: Path, make_model, tokenizer, tmp_path: Path):
-    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=64)
-    with torch.no_grad():
-        model.norm.weight[0] = torch.nan
-    write_checkpoint(run_folder / "checkpoints/step_00000100", model.config, model.state_dict(), tokenizer)
-    file = write(tmp_path / "piqa", PIQA)
-    with pytest.raises(TostError, match=r"step_00000100: its scores are not finite .*; use an earlier checkpoint"):
-        evaluate(run_folder, "piqa@lm-eval", sets={"piqa": file})
-    assert not (run_folder / "eval/piqa@lm-eval/results.json").exists()

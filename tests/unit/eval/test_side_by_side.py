@@ -9,7 +9,6 @@ from evaluations import scored
 
 from tost_lm.errors import ConfigError
 from tost_lm.inference.evaluated import append_to_history, write_result_file
-from tost_lm.markdown import format_result
 from tost_lm.tasks.published import PUBLISHED, side_by_side
 
 STRIDED, PAGES = "wikitext2@hf-stride1024", "wikitext2@lm-eval"
@@ -78,39 +77,6 @@ def test_models_are_compared_with_the_first_and_with_published_results(tmp_path:
     assert verdicts(side_by_side(words))["g, step\\_00000010"] == "yes"  # by word, so the tokenizer does not matter
 
 
-@pytest.mark.parametrize("protocol", ["lambada_openai@last-token", "ptb@tost", "owt@tost", "wikitext2@tost"])
-def test_metrics_by_token_need_the_same_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str):
-    monkeypatch.chdir(tmp_path)
-    other = {"tokenizer": "t2", "tokenizer_is_gpt2s": False}
-    headline = scored(protocol).headline
-    homes = [
-        put(Path("a"), protocol, headline=headline),
-        put(Path("b"), protocol, headline=headline, **other),
-    ]
-    found = verdicts(side_by_side(homes))
-    assert found["b, step\\_00000010"] == "no: measured by token, and the tokenizers differ"
-    published = [verdict for row, verdict in found.items() if "GPT-2's released" in row or "ToST paper" in row]
-    assert published
-    assert all("b: no: measured by token, and the tokenizer is not GPT-2's" in verdict for verdict in published)
-
-
-def test_each_published_measure_is_listed_after_ours(tmp_path: Path):
-    home = put(tmp_path / "a", "lambada_openai@lm-eval", headline="accuracy", figures={"word_perplexity": 41.0})
-    text = side_by_side([home])
-    assert "| word perplexity | 41.00 |" in text
-    assert text.index("| accuracy | 32.56% |") < text.index("| word perplexity | 41.00 |") < text.index("| 40.06 |")
-
-
-def test_normalized_accuracy_is_a_percentage(tmp_path: Path):
-    figures = {"normalized_accuracy": 0.3, "normalized_accuracy_standard_error": 0.0046, "accuracy": 0.28}
-    home = put(
-        tmp_path / "a", "hellaswag@lm-eval", headline="normalized_accuracy", figures=figures, published_file=None
-    )
-    text = side_by_side([home])
-    assert "| normalized accuracy | 30.00% ± 0.46% | step\\_00000010 | yes |" in text
-    assert "| GPT-2 124M | accuracy | 28.92% | lm-evaluation-harness, cited in llm.c" in text
-
-
 def test_a_step_folder_and_a_hub_model_have_the_results_of_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     put(Path("runs/openai-community--gpt2"))
@@ -161,11 +127,3 @@ def test_the_history_has_every_result_in_order(tmp_path: Path):
     assert first.startswith(f"| {name} | accuracy | {cells} |")
     assert "| 50.00% ± 1.00% | 5,153 | not the published file |" in second
     assert "| hash unknown |" in third
-
-
-def test_results_have_the_digits_of_citations():
-    assert format_result("word_perplexity", {"word_perplexity": 37.372}) == "37.37"
-    assert (
-        format_result("nats_per_token", {"nats_per_token": 3.20456, "nats_per_token_standard_error": 0.01})
-        == "3.2046 ± 0.0100"
-    )

@@ -1,14 +1,11 @@
 """Suites of tasks: their settings, checks before anything is measured, and the table of results."""
 
-import json
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import pytest
 from evaluations import evaluate
 
-from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import load_config, recipes, validate
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.eval.suite import write_suite
@@ -146,61 +143,3 @@ def test_the_table_has_every_result_with_its_error_reference_and_published_resul
     assert "<title>Evaluation of run</title>" in html
     before = page.read_bytes()
     assert write_suite(EvaluatedCheckpoint.find(run_folder), tasks, failed).read_bytes() == before
-
-
-def test_a_length_of_a_needle_has_the_mean_over_all_depths_and_its_error(run_folder: Path):
-    """With equally many examples the mean of the depths is that of all examples, and errors add in squares."""
-    right = {0.0: [1, 0, 1, 1], 1.0: [0, 0, 1, 0]}
-    error = {depth: stdev(own) / 2 for depth, own in right.items()}
-    cells = [
-        {"length": 64, "depth": depth, "samples": 4, "choice_accuracy": mean(own),
-         "choice_accuracy_standard_error": error[depth], "control_choice_accuracy": 0.25,
-         "control_choice_accuracy_standard_error": None}
-        for depth, own in right.items()
-    ]  # fmt: skip
-    write(run_folder, "needle@words", cells=cells, chance=0.1)
-    write_suite(EvaluatedCheckpoint.find(run_folder), find_tasks(["needle"]), {})
-    [row] = cells_of((run_folder / "eval/suite.md").read_text())
-    expected = (error[0.0] ** 2 + error[1.0] ** 2) ** 0.5 / 2
-    assert row == [
-        "needle@words", "choice accuracy", f"50.00% ± {expected:.2%}", "chance 10.00%, control 25.00%", "8", "64", "–",
-        "no: the sentences are our own",
-    ]  # fmt: skip
-
-
-def test_the_table_repeats_the_results_of_the_tasks(run_folder: Path, make_model, tokenizer):
-    model = make_model("D", tokenizer.vocab_size, 400, positions="none")
-    write_checkpoint(run_folder / "checkpoints/step_00000200", model.config, model.state_dict(), tokenizer)
-    goals = [{"goal": "Page", "sol1": "one", "sol2": "two lines", "label": label} for label in (0, 1, 1)]
-    (run_folder / "piqa.jsonl").write_text("".join(json.dumps(goal) + "\n" for goal in goals))
-    (run_folder / "text.txt").write_text("Page 7. The lines of this page are short.\n" * 5)
-    samples = {"samples": 3, "samples_folder": run_folder / "samples"}
-    evaluate(
-        run_folder, PIQA, HELDOUT, "vt@own-words", "copying@text", "positions", "text",
-        suite=run_folder / "suite.toml", sets={"piqa": run_folder / "piqa.jsonl"}, heldout={"max_documents": 3},
-        ruler={"lengths": [350], **samples}, context={"lengths": [60], "target_tokens": 6, **samples},
-        positions={"times": 1, "sequences": 2}, text={"file": run_folder / "text.txt"},
-    )  # fmt: skip
-    rows = {(row[0], row[1]): row[2:6] for row in cells_of((run_folder / "eval/suite.md").read_text())}
-    found = {task: json.loads((run_folder / f"eval/{task}/results.json").read_text()) for task, _ in rows}
-
-    piqa, heldout, text = (found[task]["model"] for task in (PIQA, HELDOUT, "text@bpb"))
-    accuracy, error = piqa["accuracy"], piqa["accuracy_standard_error"]
-    assert rows[PIQA, "accuracy"] == [f"{accuracy:.2%} ± {error:.2%}", "chance 50.00%", "3", "400"]
-    bits, error = heldout["bits_per_byte"], heldout["bits_per_byte_standard_error"]
-    assert rows[HELDOUT, "bits per byte"][0] == f"{bits:,.{digits(bits)}f} ± {error:,.{digits(bits)}f}"
-    bits = text["bits_per_byte"]
-    assert rows["text@bpb", "bits per byte"][0] == f"{bits:,.{digits(bits)}f} (no standard error)"
-    [cell] = found["vt@own-words"]["cells"]
-    share, error = cell["found_share"], cell["found_share_standard_error"]
-    assert rows["vt@own-words", "found share"][0] == f"{share:.2%} ± {error:.2%}"
-    [cell] = found["copying@text"]["cells"]
-    gain, error = cell["gain_over_control"], cell["gain_over_control_standard_error"]
-    assert rows["copying@text", "gain over control (nats per token)"][0] == f"{gain:.4f} ± {error:.4f}"
-    last = found["positions"]["by_position"][-1]
-    nats, error = last["nats_per_token"], last["standard_error"]
-    assert rows["positions", "nats per token"][0] == f"{nats:,.{digits(nats)}f} ± {error:,.{digits(nats)}f}"
-
-
-def digits(value: float) -> int:
-    return 4 if value < 10 else 2

@@ -13,7 +13,7 @@ from shared_data import GPT2_BPE, SHARED, needs_shared
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
-from tost_lm.errors import ConfigError, DataError
+from tost_lm.errors import DataError
 from tost_lm.inference.requests import Likelihoods
 from tost_lm.tasks import missing_word, perplexity
 from tost_lm.tasks.perplexity import LastBytes, detokenized_wikitext, pages, wikitext_rows
@@ -123,11 +123,7 @@ def test_wikitext_pages_are_detokenized_and_counted_before(wiki: Path):
         ("so , he said ; no : yes ! why ? well . end", "so, he said; no: yes! why? well. end"),
         ("( a b ) [ c ] { d }", "(a b) [c] {d}"),
         ("say \" a b \" and ' c ' now", "say \"a b\" and 'c' now"),
-        ("= = = x = = =", "=== x ==="),
-        ("20 ° C", "20°C"),
-        ("a \n b", "a\nb"),
         ("N and N dogs 's", "N and 1 dogs's"),
-        (", . x", ",. x"),
     ],
 )
 def test_wikitext_detokenization(page: str, text: str):
@@ -167,14 +163,6 @@ def test_random_windows_of_the_released_code(wiki: Path, name: str):
     assert "word_perplexity" not in totals
     with pytest.raises(DataError, match="tokens are too few for windows of 1,024; give the whole file"):
         examples_of(name, wiki, 1024)
-
-
-def test_random_windows_of_ptb_keep_the_spaces_around_lines(tmp_path: Path):
-    (tmp_path / "ptb.test.txt").write_text(" no it was \n \n the N dogs \n")
-    found = {"".join(read(example)[0]) for example in examples_of("ptb@tost", tmp_path / "ptb.test.txt", 6)}
-    text = " no it was | | the N dogs |"
-    assert all(window in text for window in found)
-    assert "was | |" in "".join(found)
 
 
 class Gpt2Ids(Words):
@@ -296,10 +284,8 @@ def test_ptb_is_measured_by_the_words_of_the_file(tmp_path: Path):
     ("line", "text"),
     [
         ("N N to N", "1 1 to 1"),
-        ("the workers ' N", "the workers' 1"),
         ("cost $ N or # N", "cost $1 or #1"),
         ("either\\/or <unk>", "either/or ?"),
-        ("NATO IN N.", "NATO IN N."),
     ],
 )
 def test_ptb_detokenization(line: str, text: str):
@@ -366,13 +352,6 @@ def test_damaged_text_is_rejected(tmp_path: Path):
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"text" * 1000)[:-20])
     with pytest.raises(DataError, match=r"cut\.gz: cannot be read"):
         wikitext_rows(tmp_path / "cut.gz")
-
-
-def test_unknown_tasks_are_rejected_with_a_list():
-    with pytest.raises(ConfigError, match=r"'lambada' is not a task; choose from zero-shot, .*, wikitext2@hf-strideN,"):
-        scored("lambada")
-    with pytest.raises(ConfigError, match="'wikitext2@hf-stride0' is not a task"):
-        scored("wikitext2@hf-stride0")
 
 
 def test_a_stride_longer_than_the_window_is_rejected(wiki: Path):

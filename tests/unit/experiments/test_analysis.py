@@ -1,12 +1,10 @@
 """`experiments.analysis`: results, their page, rejected models."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from experiments.analysis.__main__ import AnalysisConfig, main
 from tost_lm.checkpointing.format import write_checkpoint
@@ -59,74 +57,6 @@ def test_the_page_has_the_memberships_and_contexts_beyond_the_positions_are_skip
     capsys.readouterr()
     assert analyzed(run_folder) == (whole, page)
     assert capsys.readouterr().out.startswith("reusing ")
-
-
-def test_coding_rates_cover_all_retained_checkpoints(run_folder: Path, make_model, tokenizer):
-    first, page = analyzed(run_folder)
-    assert [row["step"] for row in first["coding_rates"]["steps"]] == [100]
-    assert "retained checkpoints" not in page
-    model = make_model(vocab_size=tokenizer.vocab_size)
-    with torch.no_grad():
-        model.blocks[1].mixer.in_proj.weight.mul_(2)
-    write_checkpoint(run_folder / "checkpoints" / "step_00000200", model.config, model.state_dict(), tokenizer)
-    write_checkpoint(run_folder / "checkpoints" / "step_00000300", model.config, model.state_dict(), tokenizer)
-    weights = next((run_folder / "checkpoints" / "step_00000300").glob("model*"))
-    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    whole, page = analyzed(run_folder)
-    results = whole["coding_rates"]
-    assert [row["step"] for row in results["steps"]] == [100, 200]
-    assert results["steps"][0] == first["coding_rates"]["steps"][0]
-    assert results["steps"][1]["layers"] != results["steps"][0]["layers"]
-    for step, own in zip(results["steps"][1]["layers"], results["layers"], strict=True):
-        assert step == {name: own[name] for name in step}
-    assert "Rates of the 2 retained checkpoints" in page
-    assert "Skipped checkpoint: " in page
-    rows = figure(run_folder, "coding_rate_steps")
-    assert [row[0] for row in rows] == [100, 200]
-    gap = results["layers"][1]["variational"]["mean"] - results["layers"][1]["coding"]["mean"]
-    assert rows[1][-1] == pytest.approx(gap)
-
-
-def test_the_page_has_the_coding_rates(run_folder: Path):
-    whole, page = analyzed(run_folder)
-    rates = whole["coding_rates"]
-    assert rates["position_ends"] == [8, 16]
-    assert len(rates["layers"]) == 2
-    for number, found in enumerate(rates["layers"], start=1):
-        assert found["coding"]["mean"] <= found["variational"]["mean"]
-        assert found["coding_by_prefix"]["mean"][-1] == found["coding"]["mean"]
-        change = found["variational_change"]
-        assert f" | {change['mean']:+.4f} ± {change['standard_error']:.4f} | " in page
-        assert f"\n| {number} | {found['coding']['mean']:.3f} ± " in page
-    assert figure(run_folder, "coding_rate")[1][1] == rates["layers"][1]["coding_change"]["mean"]
-    prefixes = figure(run_folder, "coding_rate_prefixes")
-    assert [row[0] for row in prefixes] == [8, 16]
-    assert prefixes[1][1:] == [
-        layer[key]["mean"] for key in ("variational", "variational_change") for layer in rates["layers"]
-    ]
-    page = analyzed(run_folder, settings(sequences=1))[1]
-    assert " ± " not in page.split("## Coding rates")[1].split("\n| 1 |")[1].split("\n")[0]
-
-
-def test_a_model_folder_has_its_own_results_and_page(run_folder: Path, tmp_path: Path, shards):
-    export = tmp_path / "export"
-    shutil.copytree(run_folder / "checkpoints" / "step_00000100", export)
-    with pytest.raises(ConfigError, match=r"has no shards; give heldout\.shards=FOLDER$"):
-        main(export, settings())
-    results, page = analyzed(export, settings(str(shards.folder)))
-    assert results["coding_rates"]["steps"] == []
-    assert page.startswith("# TSSA layers of export\n")
-    assert (written(export) / "figures/coding_rate.pdf").read_bytes().startswith(b"%PDF")
-    assert results["coding_rates"]["layers"] == analyzed(run_folder)[0]["coding_rates"]["layers"]
-
-
-def test_a_model_of_unlimited_length_uses_all_contexts(tmp_path: Path, make_model, tokenizer, shards):
-    model = make_model("TA", vocab_size=tokenizer.vocab_size, positions="none", tssa={"denom_bias": "head"})
-    write_checkpoint(tmp_path / "model", model.config, model.state_dict(), tokenizer)
-    results, page = analyzed(tmp_path / "model", settings(str(shards.folder)))
-    assert "Skipped contexts" not in page
-    assert [row["context_tokens"] for row in results["memberships"]["after_context"]] == [0, 5, 7, 8, 50]
-    assert len(results["memberships"]["concentration_by_position"]) == 1
 
 
 @pytest.mark.parametrize(

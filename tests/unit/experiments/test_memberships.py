@@ -1,12 +1,9 @@
 """Memberships of trained layers: recording, statistics by position, and change after more context."""
 
-import math
-
 import pytest
 import torch
 
 from experiments.analysis.memberships import after_context, by_position, concentration, recorded_memberships
-from tost_lm.ops.positions import position_ends
 
 FREE = {"positions": "none", "tssa": {"denom_bias": "head"}}
 
@@ -20,13 +17,6 @@ def test_concentration_of_known_memberships():
     assert concentration(pi).tolist() == [0, 1, 0.5]
     with pytest.raises(ValueError, match="needs 2 heads or more"):
         concentration(torch.ones(3, 1))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "ends"), [(5, [5]), (8, [8]), (9, [8, 9]), (32, [8, 16, 32]), (33, [8, 16, 32, 33])]
-)
-def test_position_bins_double(tokens: int, ends: list[int]):
-    assert position_ends(tokens) == ends
 
 
 @pytest.mark.parametrize(
@@ -46,49 +36,6 @@ def test_recorded_memberships_are_those_of_the_layers(float64_model, settings: d
         torch.testing.assert_close(pi_BTH.sum(1), mass_BH - earlier_BH, rtol=0, atol=1e-12)
 
 
-def test_recording_ends_with_the_context(float64_model):
-    model, tokens = float64_model(), draw(1, 8)
-    with recorded_memberships(model) as recorded:
-        model(tokens)
-    model(tokens)
-    assert len(recorded) == 2
-
-
-@pytest.mark.parametrize("heads", [3, 4, 6])  # 1/3 is no binary fraction
-def test_uniform_memberships_never_move(float64_model, heads: int):
-    model = float64_model(
-        tssa={"membership": "uniform", "denom_bias": "head"}, heads=heads, width=8 * heads, positions="none"
-    )
-    found = by_position(model, draw(2, 40))
-    assert torch.tensor(found.concentration).abs().max() < 1e-15
-    assert found.explained == [None, None]
-    assert found.explained_within == [[None] * 4] * 2
-    for row in after_context(model, draw(2, 9), draw(3000), [100, 3000]):
-        assert max(row.moved) == 0
-        assert max(map(abs, row.concentration)) < 1e-15
-
-
-def test_tokens_without_energy_follow_the_bias(float64_model):
-    """With w = 0, z = temp · D · bias at any position and after any context."""
-    model = float64_model(tssa={"denom_bias": "head"}, positions="none")
-    odds = [8, 4, 2, 2]
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("mixer.in_proj.weight"):
-                parameter.zero_()
-            elif name.endswith("denom_bias"):
-                parameter.copy_(torch.tensor(odds).log() / 8)  # D = 8
-            elif name.endswith("temp"):
-                parameter.fill_(1)
-    entropy = -sum(k / 16 * math.log(k / 16) for k in odds)
-    expected = 1 - entropy / math.log(4)
-    means_LP = torch.tensor(by_position(model, draw(2, 20)).concentration)
-    assert means_LP.shape == (2, 3)
-    torch.testing.assert_close(means_LP, torch.full_like(means_LP, expected), rtol=0, atol=1e-7)
-    *_, last = after_context(model, draw(2, 9), draw(50), [10, 50])
-    assert (last.context_tokens, last.moved) == (50, [0, 0])
-
-
 def test_bins_hold_the_means_of_their_positions(float64_model):
     """Up to their mean over the heads, scores are logarithms of memberships."""
     model, tokens = float64_model(**FREE), draw(3, 20)
@@ -101,42 +48,6 @@ def test_bins_hold_the_means_of_their_positions(float64_model):
     ):
         expected = [[values_of(pi_BTH)[:, a:b].mean() for a, b in ((0, 8), (8, 16), (16, 20))] for pi_BTH in recorded]
         torch.testing.assert_close(of_layers, torch.tensor(expected).tolist(), rtol=rtol, atol=0)
-
-
-def test_tiles_do_not_change_the_statistics(float64_model, monkeypatch: pytest.MonkeyPatch):
-    model, tokens = float64_model(pattern="TA"), draw(3, 40)
-    whole = by_position(model, tokens)
-    monkeypatch.setattr("experiments.analysis.layers.TILE_TOKENS", 7)
-    for found, expected in zip(by_position(model, tokens), whole, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_fraction_of_variance_that_position_explains(float64_model):
-    """It equals sums over tokens, and is 1 where memberships depend only on denom_bias."""
-
-    def written_out(pi_NTH: torch.Tensor) -> float:
-        sequences, tokens, _ = pi_NTH.shape
-        each = [(n, t) for n in range(sequences) for t in range(tokens)]
-        within = sum(float((pi_NTH[n, t] - pi_NTH[:, t].mean(0)).square().sum()) for n, t in each)
-        total = sum(float((pi_NTH[n, t] - pi_NTH.mean((0, 1))).square().sum()) for n, t in each)
-        return 1 - (within / (tokens * (sequences - 1))) / (total / (tokens * sequences - 1))
-
-    model, tokens = float64_model(), draw(5, 20)
-    with torch.inference_mode(), recorded_memberships(model) as recorded:
-        model(tokens)
-    found = by_position(model, tokens)
-    for layer, pi_NTH in enumerate(recorded):
-        assert found.explained[layer] == pytest.approx(written_out(pi_NTH), rel=1e-9)
-        bins = [written_out(pi_NTH[:, a:b]) for a, b in ((0, 8), (8, 16), (16, 20))]
-        assert found.explained_within[layer] == pytest.approx(bins, rel=1e-9)
-        deviations = [pi_NTH[:, a:b].var(0).mean(0).sqrt() for a, b in ((0, 8), (8, 16), (16, 20))]
-        torch.testing.assert_close(found.deviation_LPH[layer], torch.stack(deviations), rtol=1e-9, atol=0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("mixer.in_proj.weight"):
-                parameter.zero_()
-    assert by_position(model, tokens).explained == pytest.approx([1, 1], rel=1e-9)
-    assert by_position(model, tokens[:1]).explained == [None, None]
 
 
 def test_probes_continue_after_the_context(float64_model, monkeypatch: pytest.MonkeyPatch):

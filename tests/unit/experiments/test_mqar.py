@@ -87,31 +87,6 @@ def test_first_draws_of_slots_follow_the_power_law():
     assert (np.abs(counts - expected) < 5 * np.sqrt(expected)).all()
 
 
-def test_slots_of_several_queries_are_drawn_without_replacement():
-    """The pairs of slots of two queries, against their exact probabilities."""
-    config = mqar(pairs=2, seq_len=12, vocab_size=8, power=0.0)
-    drawn = draw_examples(config, 40_000, TRAINING)
-    places = np.argwhere(drawn.labels != IGNORED_LABEL)[:, 1].reshape(-1, 2) // 2 - 2
-    w = slot_weights(config)
-    for i in range(4):
-        for j in range(i + 1, 4):
-            expected = w[i] * w[j] / (1 - w[i]) + w[j] * w[i] / (1 - w[j])
-            assert ((places == (i, j)).all(1)).mean() == pytest.approx(expected, abs=5 * (expected / 40_000) ** 0.5)
-
-
-def test_positions_and_order_are_independent_of_values():
-    config = mqar(pairs=4, seq_len=20, vocab_size=12)
-    drawn = draw_examples(config, 40_000, TRAINING)
-    first = (drawn.labels != IGNORED_LABEL).argmax(1)
-    asked = drawn.tokens[np.arange(40_000), first]
-    which = (drawn.tokens[:, :8:2] == asked[:, None]).argmax(1)  # of the pairs has the first query
-    assert np.bincount(which) == pytest.approx(10_000, abs=500)
-    assert np.bincount(drawn.tokens[:, 0], minlength=6)[:6] == pytest.approx(40_000 / 6, abs=500)
-    assert np.bincount(drawn.tokens[:, 1] - 6, minlength=6) == pytest.approx(40_000 / 6, abs=500)
-    same = drawn.tokens[:, 1] == drawn.tokens[:, 3]  # values are independent, so they may be equal
-    assert same.mean() == pytest.approx(1 / 6, abs=0.01)
-
-
 def test_noise_is_any_token_except_the_keys():
     config = mqar(pairs=2, seq_len=40, vocab_size=10)
     drawn = draw_examples(config, 20_000, TRAINING)
@@ -149,23 +124,6 @@ def test_impossible_examples_are_rejected(values: dict, message: str):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"model": {"vocab_size": 32}}, "model.vocab_size: 32 is not mqar.vocab_size 16; make them equal"),
-        ({"mqar": {"seq_len": 12}}, r"mqar.seq_len: 12 exceeds .*; set model.max_positions \(8\)"),
-        ({"recall": {"patterns": ["A", "B"]}}, "recall.patterns: 'B': invalid model.pattern: 'B'; use"),
-        ({"recall": {"patterns": ["TAA"]}}, "recall.patterns: 'TAA': model.layers 2 is not a multiple of the 3"),
-        ({"recall": {"seeds": [-1]}}, "recall.seeds: input should be greater than or equal to 0"),
-        ({"recall": {"name": "a/b"}}, "recall.name: string should match pattern"),
-    ],
-)
-def test_impossible_models_are_rejected(sections: dict, message: str):
-    with pytest.raises(ConfigError, match=message) as error:
-        recall(**sections)
-    assert "\n" not in str(error.value)
-
-
 def test_training_draws_new_examples_each_step_and_no_held_out_ones():
     config = recall()
     seen: list[bytes] = []
@@ -176,14 +134,6 @@ def test_training_draws_new_examples_each_step_and_no_held_out_ones():
     held_out = {row.tobytes() for row in draw_examples(config.mqar, config.mqar.examples, TESTING).tokens}
     assert len(seen) == len(set(seen)) == 2 * 3 * 16
     assert not held_out & set(seen)
-
-
-def test_initial_weights_are_scaled_with_the_width():
-    model = draw_model(recall(model={"width": 192}).model, seed=0)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 2 and not name.endswith("denom_bias"):
-            std = 0.02 / 2 if name.endswith("out_proj.weight") else 0.02  # 0.02 / √(2 · layers)
-            assert parameter.std().item() == pytest.approx(2 * std, rel=0.1), name
 
 
 def test_scores_equal_those_of_the_logits_in_any_batch():

@@ -21,7 +21,7 @@ def config(**settings: Any) -> ModelConfig:
 
 
 @pytest.mark.usefixtures("slots")
-@pytest.mark.parametrize("settings", [{}, SMALL], ids=str)
+@pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.slow), SMALL], ids=str)
 def test_slot_memory_conforms(settings: dict[str, Any]):
     report = check(layer_adapter("S", config(**settings), rank_shard), tokens=80)
     report.require()

@@ -6,9 +6,8 @@ import re
 import pytest
 import torch
 
-from tost_lm.data.tokenizers import CharacterTokenizer
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.inference.generation import Sampling, generate, generate_text, print_stream, sampler, state_bytes, until
+from tost_lm.inference.generation import Sampling, generate, generate_text, print_stream, sampler, until
 from tost_lm.model.streaming import prefill
 
 pytestmark = pytest.mark.quick
@@ -54,18 +53,6 @@ def test_generation_ends_before_the_stop_id(make_model):
     model = make_model()
     ids = generated(model)
     assert generated(model, stop_id=ids[5]) == ids[: ids.index(ids[5])]
-
-
-def test_draws_repeat_with_their_seed(make_model):
-    model = make_model()
-    drawn = [tuple(generated(model, temperature=2.0, seed=seed)) for seed in (0, 0, 1, 2)]
-    assert drawn[0] == drawn[1]
-    assert len(set(drawn)) == 3
-
-
-def test_a_low_temperature_is_greedy(make_model):
-    model = make_model()
-    assert generated(model, temperature=1e-4) == generated(model)
 
 
 def test_draws_follow_the_softmax(make_model):
@@ -141,41 +128,6 @@ def test_text_decodes_the_ids_up_to_a_stop(make_model, tokenizer):
         generate_text(model, tokenizer, "Page 7.", 40, stops=["x", ""])
 
 
-def test_positions_limit_the_length(make_model):
-    model = make_model(max_positions=16)
-    assert len(generated(model, tokens=12)) == 12
-    with pytest.raises(ConfigError, match=r"4 prompt tokens and 13 new tokens exceed the model's 16 positions;"):
-        generated(model, tokens=13)
-
-
-@torch.inference_mode()
-def test_the_state_of_tssa_does_not_grow(make_model):
-    size = {
-        (pattern, tokens): state_bytes(make_model(pattern)(torch.ones(1, tokens, dtype=torch.int64)).state)
-        for pattern in ("T", "A")
-        for tokens in (2, 16)
-    }
-    # Two layers of 2·16 + 2 float32 statistics and an int64 count; two layers of keys and values of 16 channels.
-    assert size["T", 2] == size["T", 16] == 2 * ((2 * 16 + 2) * 4 + 8)
-    assert size["A", 16] == 8 * size["A", 2] == 16 * 2 * 2 * 16 * 4
-
-
-@torch.inference_mode()
-def test_the_state_of_a_window_stops_growing(make_model):
-    model = make_model("A", softmax={"window": 5})
-    output = model(torch.ones(1, 3, dtype=torch.int64))
-    sizes = []
-    for _ in range(4):
-        sizes.append(state_bytes(output.state))
-        output = model(torch.ones(1, 1, dtype=torch.int64), state=output.state)
-    assert sizes == [tokens * 2 * 2 * 16 * 4 for tokens in (3, 4, 4, 4)]
-
-
-def test_without_a_limit_any_number_of_tokens_is_generated(make_model):
-    model = make_model("TA", max_positions=8, positions="none", tssa={"denom_bias": "head"}, softmax={"window": 4})
-    assert len(generated(model, tokens=30)) == 30
-
-
 def test_weights_that_are_not_finite_are_an_error(make_model, tokenizer):
     model = make_model(vocab_size=tokenizer.vocab_size)
     with torch.no_grad():
@@ -183,14 +135,6 @@ def test_weights_that_are_not_finite_are_an_error(make_model, tokenizer):
     for temperature in (0.0, 1.0):
         with pytest.raises(CheckpointError, match="the model: its logits are not finite"):
             "".join(generate_text(model, tokenizer, "Page", 5, Sampling(temperature)))
-
-
-def test_a_vocabulary_without_end_of_text_has_no_stop_id(make_model):
-    tokenizer = CharacterTokenizer(b'"\\nab"')
-    model = make_model(vocab_size=3, max_positions=64)
-    with torch.no_grad():
-        model.embedding.weight.zero_()  # all logits are 0, so greedy generation repeats id 0
-    assert "".join(generate_text(model, tokenizer, "ab", 9)) == "\n" * 9
 
 
 def test_text_is_printed_as_it_arrives_and_only_its_start_is_kept(capsys):
@@ -204,13 +148,3 @@ def test_text_is_printed_as_it_arrives_and_only_its_start_is_kept(capsys):
     assert print_stream(texts(), target, 3) == {"text": "abç", "characters": 5}
     assert printed == ["ab", "", "çd", "e"]
     assert target.getvalue().decode() == "abçde"
-
-
-def test_an_error_ends_the_line_of_streamed_text(capsys):
-    def texts():
-        yield "hello"
-        raise ConfigError("no more")
-
-    with pytest.raises(ConfigError):
-        print_stream(texts(), io.BytesIO(), 3)
-    assert capsys.readouterr().out == "hello\n"

@@ -16,8 +16,7 @@ from test_likelihood import brute_force, drawn_requests
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tost_lm.errors import CheckpointError, ConfigError, DataError
-from tost_lm.inference.evaluated import EvaluatedCheckpoint
+from tost_lm.errors import CheckpointError, DataError
 from tost_lm.inference.hugging_face import HuggingFaceCheckpoint, HuggingFaceLM, find_evaluated
 from tost_lm.inference.likelihood import score_requests
 from tost_lm.model.streaming import prefill
@@ -86,11 +85,6 @@ def test_tiles_equal_the_whole_text_and_a_state_can_be_used_twice(make):
     nats_BT = model(tokens_BT[:, 15:], labels_BT, output.state).nats
     expected_BT = -torch.log_softmax(whole_BTV[:, 15:], -1).gather(2, labels_BT[..., None])[..., 0]
     torch.testing.assert_close(nats_BT, expected_BT, rtol=1e-9, atol=1e-9)
-
-
-def test_more_tokens_than_positions_are_rejected():
-    with pytest.raises(ConfigError, match=r"33 tokens are more than the model's positions \(32\); shorten the text"):
-        HuggingFaceLM(gpt2())(torch.zeros(1, 33, dtype=torch.int64))
 
 
 def test_a_folder_of_the_library_is_a_subject_with_its_own_tokenizer(saved: Path):
@@ -180,17 +174,6 @@ def test_settings_that_load_code_are_refused_by_name(saved: Path, tmp_path: Path
         find_evaluated(tmp_path / "copy").load("cpu")
 
 
-@pytest.mark.parametrize("built_in", ["eager", "sdpa", None])
-def test_a_folder_may_choose_an_attention_of_the_library(saved: Path, tmp_path: Path, built_in: str | None):
-    shutil.copytree(saved, tmp_path / "copy")
-    config = tmp_path / "copy/config.json"
-    chosen = {"attn_implementation": built_in, "quantization_config": None}
-    config.write_text(json.dumps(json.loads(config.read_text()) | chosen))
-    loaded = find_evaluated(tmp_path / "copy").load("cpu")
-    assert isinstance(loaded, HuggingFaceLM)
-    assert loaded.model.config._attn_implementation == (built_in or "sdpa")
-
-
 def test_code_in_a_folder_is_not_run_whatever_stdin_answers(saved: Path, tmp_path: Path):
     hostile = tmp_path / "hostile"
     shutil.copytree(saved, hostile)
@@ -214,9 +197,3 @@ def test_a_model_that_cannot_be_downloaded_is_rejected(monkeypatch: pytest.Monke
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match=r"^hub:nobody/nothing: cannot be downloaded \(.*\); give a folder"):
         find_evaluated(Path("hub:nobody/nothing"))
-
-
-def test_our_runs_are_not_hugging_face_subjects(run_folder: Path):
-    assert type(find_evaluated(run_folder)) is EvaluatedCheckpoint
-    with pytest.raises(CheckpointError, match="no such folder; give a run folder, a step folder or an export"):
-        find_evaluated(run_folder / "nowhere")

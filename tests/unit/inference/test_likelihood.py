@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tost_lm.errors import ConfigError
 from tost_lm.inference.likelihood import continue_greedily, score_requests
-from tost_lm.inference.requests import Request, disjoint_windows, left_truncated, strided_windows
+from tost_lm.inference.requests import Request, disjoint_windows, strided_windows
 from tost_lm.testing import FLOAT32_REORDERED
 
 pytestmark = pytest.mark.quick
@@ -84,17 +83,6 @@ def test_greedy_continuations_equal_a_pass_for_every_token(make_model, pattern):
         assert continue_greedily(model, prompts, 6, vocab_size, batch_tokens) == expected
 
 
-def test_progress_is_printed(make_model, monkeypatch, capsys):
-    monkeypatch.setattr("tost_lm.inference.ranks.PROGRESS_EVERY_S", 0)
-    score_requests(make_model(), drawn_requests(SHAPES), batch_tokens=1)
-    assert capsys.readouterr().out.splitlines()[-1] == "7 of 7 requests scored"
-
-
-def test_requests_longer_than_the_positions_are_rejected(make_model):
-    with pytest.raises(ConfigError, match="tokens are more than the model's positions"):
-        score_requests(make_model(), drawn_requests([(10, 10)]))
-
-
 @given(st.integers(1, 60), st.integers(1, 20), st.booleans())
 def test_disjoint_windows_score_each_token_once(tokens: int, window: int, fill_last: bool):
     ids = np.arange(1, tokens + 1)
@@ -124,10 +112,3 @@ def test_strided_windows_are_those_of_hugging_faces_guide(tokens: int, window: i
         if end == tokens:
             break
     assert found == expected
-
-
-def test_left_truncation():
-    ids = np.arange(10)
-    assert left_truncated(ids, 8, 4).context.tolist() == [5, 6, 7]
-    assert left_truncated(ids, 8, 100).context.tolist() == list(range(8))
-    assert left_truncated(ids, 3, 4).context.tolist() == [2]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tost_lm.tasks import ngrams
-from tost_lm.tasks.ngrams import BASELINES, ByteNgrams, first_bytes
+from tost_lm.tasks.ngrams import BASELINES, ByteNgrams
 
 TRAINING = [b"abracadabra", b"", b"a", b"ab", b"banana band", bytes(range(250, 256)) * 2, b"\0\0\0\0"]
 HELDOUT = [b"abba", b"n", b"", b"xyz banana", b"\xff\xfe\0\0\0", b"cadab"]
@@ -51,9 +51,3 @@ def test_bits_of_each_document():
     expected = -sum(math.log2(plain_probability(TRAINING, b"", byte)) for byte in b"abba")
     assert bits[0, 0] == pytest.approx(expected)
     assert bits[:, HELDOUT.index(b"")].tolist() == [0, 0, 0]
-
-
-def test_training_text_is_cut_to_its_limit():
-    assert list(first_bytes([b"abc", b"def", b"ghi"], 5)) == [b"abc", b"de"]
-    assert list(first_bytes([b"abc", b"def"], 3)) == [b"abc"]
-    assert list(first_bytes([b"abc"], 100)) == [b"abc"]

@@ -12,7 +12,7 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.eval.commands.evaluate import layout
 from tost_lm.inference.ranks import Ranks
-from tost_lm.inference.settings import GenerateConfig, RanksConfig
+from tost_lm.inference.settings import RanksConfig
 from tost_lm.inference.text import OnProgress, SavedPosition, score_text
 from tost_lm.inference.text_file import BLOCK_BYTES, TextFile
 from tost_lm.model.streaming import TILE_TOKENS
@@ -46,16 +46,6 @@ def test_the_score_of_a_stream_is_that_of_the_whole_text(text: TextFile, model, 
     assert scores["nats_per_token"] == scores["nats"] / tokens
     assert scores["perplexity_per_token"] == pytest.approx(math.exp(scores["nats"] / tokens))
     assert scores["bits_per_byte"] == pytest.approx(scores["nats"] / math.log(2) / size)
-
-
-def test_progress_is_reported(text: TextFile, model, tokenizer: Tokenizer, monkeypatch):
-    monkeypatch.setattr("tost_lm.inference.text.TILE_TOKENS", 500)
-    rows: list[tuple[int, int, str]] = []
-    scores, _ = score_text(model, tokenizer, text, report=lambda *row: rows.append(row))
-    tokens = scores["tokens"]
-    assert [row[:2] for row in rows] == [(done, tokens) for done in (*range(0, tokens, 500), tokens)]
-    assert len(rows) > 3
-    assert rows[-1][2] == f"{scores['nats_per_token']:.4f} nats/token"
 
 
 class Killed(BaseException):
@@ -150,13 +140,6 @@ def test_a_file_that_is_not_text_is_rejected(tmp_path: Path, data: bytes, proble
     assert "\n" not in str(rejected.value)
 
 
-def test_a_path_that_is_not_a_file_is_rejected(tmp_path: Path):
-    with pytest.raises(DataError, match=r"text\.file .*nowhere: no such file"):
-        TextFile.check(tmp_path / "nowhere", "text.file")
-    with pytest.raises(DataError, match="not a file; give a file, since a pipe cannot be read twice"):
-        TextFile.check(tmp_path, "text.file")
-
-
 def test_a_text_that_changes_while_it_is_read_is_rejected(text: TextFile):
     assert "".join(text.blocks()) == TEXT
     text.path.write_text(TEXT.replace("1", "2"))
@@ -179,8 +162,3 @@ def test_ranks_beside_tensor_ranks_are_sequence_ranks_unless_they_are_set():
     assert chosen(4, tensor=2) == (2, 2)
     assert chosen(4, sequence=2) == (1, 2)  # two copies of the model
     assert chosen(4, "text", "positions") == (1, 1)  # four copies, which share the sequences of positions
-
-
-def test_a_missing_or_second_text_in_the_settings_is_one_line():
-    with pytest.raises(ConfigError, match=r"^test: sample\.prompt and sample\.prompt_file are both set; give one"):
-        validate(GenerateConfig, {"sample": {"prompt": "a", "prompt_file": "b"}}, "test")

@@ -56,16 +56,6 @@ def test_logits_equal_the_library(tmp_path: Path, activation: str, gelu: str, ot
         assert_close(logits, theirs.double()(tokens).logits, rtol=0, atol=1e-12)
 
 
-def test_the_two_gelus_differ(tmp_path: Path):
-    theirs = save_theirs(tmp_path)
-    config, weights, *_ = read_gpt2(tmp_path)
-    ours = TostLM(config.model_copy(update={"gelu": "exact"})).eval()
-    ours.load_state_dict(weights)
-    tokens = torch.randint(40, (3, 12))
-    with torch.no_grad():
-        assert (ours(tokens).logits - theirs(tokens).logits).abs().max() > 1e-4
-
-
 def test_shards_masks_and_names_without_the_prefix_are_read(tmp_path: Path):
     save_theirs(tmp_path)
     before = read_gpt2(tmp_path).weights
@@ -89,10 +79,8 @@ def test_shards_masks_and_names_without_the_prefix_are_read(tmp_path: Path):
     ("settings", "problem"),
     [
         ({"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx: True; give a model with False"),
-        ({"tie_word_embeddings": False}, r"tie_word_embeddings: False"),
         ({"activation_function": "relu"}, r"activation_function: 'relu'; give a model with gelu_new or "),
         ({"n_inner": 16}, r"h\.0\.mlp\.c_fc\.weight has shape \[8, 32\], its settings say \[8, 16\]"),
-        ({"n_positions": 16}, r"wpe\.weight has shape \[12, 8\], its settings say \[16, 8\]"),
         ({"n_head": "2"}, r"config\.json: heads: input should be a valid integer, got '2'"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import torch
+from builds import LOSSLESS, trained_elsewhere
 from evaluations import scored
 from hf_tokenizers import EOT, byte_level, made, metaspace_unigram, prefixed_bpe, with_added
 from other_forms import OTHER_FORMS
@@ -23,7 +24,7 @@ from tost_lm.checkpointing.format import read_model_config
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK
-from tost_lm.data.tokenizers.training import symbol_pieces, train_sentencepiece
+from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import CheckpointError
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.generation import generate_text
@@ -216,10 +217,9 @@ def test_ids_are_those_of_our_tokenizer(tokenizer: Tokenizer, tmp_path: Path):
 
 
 def test_ids_are_those_of_our_tokenizer_with_user_symbols(tmp_path: Path):
-    symbols = symbol_pieces(["    ", "  ", "the", "the l", "<x>", "\n  "])
-    check_ids(
-        SentencePieceTokenizer(train_sentencepiece([PAGES], 340, symbols)), tmp_path, [PAGES, *ODD, *drawn_texts()]
-    )
+    symbols = ["    ", "  ", "the", "the l", "<x>", "\n  "]
+    trained = trained_elsewhere(PAGES.splitlines(), 340, symbols, **LOSSLESS, add_dummy_prefix=False)
+    check_ids(trained, tmp_path, [PAGES, *ODD, *drawn_texts()])
 
 
 def test_a_tokenizer_json_is_exported_with_its_ids(make_export: Callable[..., Path], tmp_path: Path):

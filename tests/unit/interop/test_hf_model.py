@@ -163,16 +163,14 @@ def test_padding_has_no_effect_at_any_place(settings: dict[str, Any]):
 
 
 @KNOWN
-@pytest.mark.parametrize(
-    "options", [{}, {"do_sample": True}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}]
-)
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 2, "num_return_sequences": 2}])
 def test_cached_generation_equals_uncached(settings: dict[str, Any], options: dict[str, Any]):
     model, tokens = make(**settings), random_ids(3, 11)
     for mask in (None, LEFT_PADDED):
         uncached = generated(model, tokens, mask, use_cache=False, **options)
         assert len(uncached.unique()) > 6
         assert torch.equal(generated(model, tokens, mask, **options), uncached)
-        for chunk in (3, 10, 50):
+        for chunk in (3, 50):
             assert torch.equal(generated(model, tokens, mask, prefill_chunk_size=chunk, **options), uncached)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from other_forms import other_forms
@@ -12,10 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tost_lm.config import validate
-from tost_lm.errors import ConfigError
 from tost_lm.mixers.tssa.naive import TssaState
 from tost_lm.model import LMState, ModelConfig, TostLM
-from tost_lm.model.streaming import in_tiles, overlapping_tiles, prefill
+from tost_lm.model.streaming import in_tiles, prefill
 from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, assert_close
 
 VOCAB = 50
@@ -120,33 +118,10 @@ def test_a_stream_that_continues_after_a_tile_has_equal_bits(pattern: str):
     assert torch.equal(torch.cat([*start, *second]), torch.cat(list(model.stream(tokens, tile_tokens=10))))
 
 
-def forms_of(tokens: Tensor) -> Iterator[Any]:
-    yield tokens
-    yield tokens.tolist()
-    yield iter(tokens)
-    yield tokens.numpy().astype(np.uint16)
-    yield (some for some in tokens.split(7))
-    yield (some.numpy().astype(np.uint32) for some in tokens.split([0, 50, 1, 0, len(tokens) - 51]))
-    yield chain([int(tokens[0])], [tokens[1:].numpy()])
-
-
-def test_ids_come_in_any_form():
-    tokens = ids(101)
-    for form in forms_of(tokens):
-        tiles = list(in_tiles(form, 20))
-        assert [tuple(tile.shape) for tile in tiles] == [(1, 20)] * 5 + [(1, 1)]
-        assert torch.equal(torch.cat(tiles, 1), tokens[None])
-
-
 @pytest.mark.parametrize("tokens", [torch.ones(2, 3, dtype=torch.int64), [0.5], "abc", [torch.ones(2)]])
 def test_invalid_ids_are_refused(tokens: Any):
     with pytest.raises(ValueError, match="ids must be integers in one dimension"):
         list(in_tiles(tokens, 4))
-
-
-def test_tiles_of_no_token_are_refused():
-    with pytest.raises(ValueError, match="tiles have 0 tokens"):
-        build().stream([1, 2], tile_tokens=0)
 
 
 def test_ids_are_read_as_they_are_needed():
@@ -171,17 +146,6 @@ def test_fewer_than_two_ids_have_no_nats():
     assert (single.last, single.state) == (3, None)
 
 
-def test_more_tokens_than_positions_are_refused():
-    model = build(positions="learned", max_positions=16)
-    assert sum(len(nats) for nats in model.stream(ids(17), tile_tokens=5)) == 16
-    stream = model.stream(ids(1000), tile_tokens=5)
-    assert [len(next(stream)) for _ in range(3)] == [5, 5, 5]
-    with pytest.raises(ConfigError, match=r"20 tokens .*model\.max_positions = 16"):
-        next(stream)
-    assert stream.state is not None
-    assert (stream.last, stream.state.positions) == (ids(1000)[15], (15,))
-
-
 @pytest.mark.parametrize("sizes", [[40], [1, 38, 1], [13, 27]])
 def test_a_prompt_in_tiles_is_as_accurate_as_in_one_call(sizes: list[int]):
     model = build(pattern="TA", softmax={"window": 5})
@@ -196,11 +160,6 @@ def test_a_prompt_in_tiles_is_as_accurate_as_in_one_call(sizes: list[int]):
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="no tokens to read"):
         prefill(build(), [])
-
-
-def test_tiles_overlap_by_one_token():
-    tiles = [tile.tolist() for tile in overlapping_tiles(torch.arange(6)[None].split([1, 3, 2], 1))]
-    assert tiles == [[[0]], [[0, 1, 2, 3]], [[3, 4, 5]]]
 
 
 class Largest(TorchDispatchMode):

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tost_lm.ops.cross_entropy import IGNORED_LABEL, linear_cross_entropy, logit_tile_tokens
-from tost_lm.sizes import LOGITS_BYTES
+from tost_lm.ops.cross_entropy import IGNORED_LABEL, linear_cross_entropy
 from tost_lm.testing import assert_as_accurate
 
 pytestmark = pytest.mark.quick
@@ -97,12 +96,6 @@ def test_no_tensor_is_larger_than_the_budget_at_any_length(tokens):
     assert 1 << 17 < largest.bytes <= 1 << 18
 
 
-def test_a_tile_has_at_least_one_token():
-    assert logit_tile_tokens(10**9, torch.bfloat16) == 1
-    assert logit_tile_tokens(50304, torch.bfloat16) == LOGITS_BYTES // (50304 * 6)
-    assert logit_tile_tokens(50304, torch.float32) == LOGITS_BYTES // (50304 * 4)
-
-
 def test_a_second_backward_is_refused():
     x, weight, labels = _inputs(4, 2, 3)
     total, *_ = linear_cross_entropy(x, weight, labels)
@@ -136,17 +129,3 @@ def test_without_gradients_only_counted_labels_get_logits():
     with torch.no_grad(), _Largest() as largest:
         linear_cross_entropy(x, weight, labels)
     assert largest.bytes < 4 * 10 * 2000
-
-
-def test_without_gradients_logits_beyond_float16_are_right():
-    x, weight = torch.full((1, 1), 300.0, dtype=torch.float16), torch.tensor([[-300.0]] * 3 + [[1.0]]).half()
-    with torch.no_grad():
-        _, nats, is_top, _ = linear_cross_entropy(x, weight, torch.tensor([3]), logits_bytes=6)
-    assert (nats.tolist(), is_top.tolist() if is_top is not None else None) == ([0.0], [True])
-
-
-def test_labels_of_equal_logits_are_top():
-    with torch.no_grad():
-        is_top = linear_cross_entropy(torch.ones(3, 1), torch.tensor([[2.0], [2.0], [1.0]]), torch.arange(3)).is_top_M
-    assert is_top is not None
-    assert is_top.tolist() == [True, True, False]

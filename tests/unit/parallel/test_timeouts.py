@@ -2,7 +2,6 @@
 
 import pytest
 
-from tost_lm.config import ALONE_S
 from tost_lm.parallel import timeouts
 from tost_lm.parallel.timeouts import Timeouts
 
@@ -27,11 +26,3 @@ def test_whoever_is_waited_for_times_out_first(seconds: float):
     assert limits.close < limits.heartbeat < limits.save  # a logger, a shard, the checkpoint
     assert limits.close <= timeouts.CLOSE_S
     assert limits.heartbeat <= limits.start == limits.of_phase("building")
-
-
-def test_constants_are_in_order():
-    assert timeouts.POLL_S < timeouts.READ_S  # ranks that wait for the line read it before a process ends
-    assert timeouts.CHECK_S + timeouts.POLL_S < timeouts.ANSWER_S  # ranks that do not wait answer in time
-    assert timeouts.STORE_S < timeouts.SUSPENDED_S  # a store that does not respond is no suspension
-    assert timeouts.DUMP_S < timeouts.GIL_S
-    assert timeouts.EXIT_S < ALONE_S < timeouts.FAILED_EXIT_S  # a rank that failed prints its error before others end

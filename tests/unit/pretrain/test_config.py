@@ -73,6 +73,21 @@ def test_mistakes_are_one_line(tmp_path: Path, data: str, problem: str):
 
 
 @pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("train.seq_len=65", "train.seq_len 65 is longer than model.max_positions"),
+        ("parallel.offload=optimizer", "needs ZeRO stage 2 or higher: parallel.zero_stage 1;"),
+        ("run.profile_steps=[3, 2]", "run.profile_steps [3, 2]: give the first and the last step, counted from 1"),
+        ("model.pattern=G", "invalid model.pattern: 'G'; use the letters T (TSSA), D (gated delta rule)"),
+    ],
+)
+def test_overrides_that_do_not_fit_are_named(tmp_path: Path, override: str, problem: str):
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, '[data]\nfolder = "a"\n', override)
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("words", "steps", "batch"),
     [
         ("train.tokens=960", 10, 12),

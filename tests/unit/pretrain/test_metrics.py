@@ -136,25 +136,6 @@ def test_a_branch_with_other_data_counts_the_samples_of_that_data():
     assert (skipped["step"], skipped["samples"]) == (6, [8, 11])  # batch 2 of 4 samples
 
 
-def test_the_headline_of_a_test_set_is_printed(capsys: pytest.CaptureFixture[str]):
-    metrics = Metrics(config(), Progress(0, 0), 1, CPU)
-    metrics.evaluation(evaluation_row(4))
-    metrics.close()
-    line = "step 4/20  lambada_openai@lm-eval  accuracy 0.25 ± 0.012346"
-    assert capsys.readouterr().out.splitlines()[-1] == line
-    assert re.fullmatch(TIME + re.escape(line) + "\n", (FOLDER / "log.txt").read_text())
-
-
-@pytest.mark.parametrize(
-    ("loss", "words"), [(2.5, "loss 2.5000  perplexity 12.18"), (800.0, "loss 800.0000  perplexity inf")]
-)
-def test_a_validation_is_logged_with_its_perplexity(loss: float, words: str):
-    metrics = Metrics(config(), Progress(0, 0), 1, CPU)
-    metrics.validation(validation_row(4) | {"loss": loss})
-    metrics.close()
-    assert (FOLDER / "log.txt").read_text().endswith(f"step 4/20  validation {words}\n")
-
-
 def test_what_is_not_finite_is_null_in_json():
     metrics = Metrics(config(), Progress(0, 0), 1, CPU)
     metrics.step(1, float("inf"), 1e-3, float("nan"))
@@ -162,10 +143,3 @@ def test_what_is_not_finite_is_null_in_json():
     metrics.close()
     assert (rows("metrics")[0]["loss"], rows("metrics")[0]["grad_norm"]) == (None, None)
     assert (rows("validation")[0]["loss"], rows("validation")[0]["loss_by_position"]) == (None, [None])
-
-
-def test_the_id_in_wandb_is_kept_while_wandb_is_disabled():
-    for progress, run_id in ((Progress(0, 0), ""), (Progress(5, 5, wandb_run_id="abc"), "abc")):
-        metrics = Metrics(config(), progress, 1, CPU)
-        assert metrics.wandb_run_id == run_id
-        metrics.close()

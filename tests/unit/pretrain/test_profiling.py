@@ -42,9 +42,3 @@ def test_a_launch_traces_its_part(tmp_path: Path):
     assert (first.name, second.name) == ("rank_00000_steps_2-3.json.gz", "rank_00000_steps_5-6.json.gz")
     assert traced(first) == {"our step 2", "our step 3"}
     assert traced(second) == {"our step 5", "our step 6"}
-
-
-def test_without_steps_and_beyond_them_nothing_is_written(tmp_path: Path):
-    train(profiler(tmp_path, None), 1, 3)
-    train(profiler(tmp_path, (7, 9)), 1, 3)
-    assert list(tmp_path.iterdir()) == []

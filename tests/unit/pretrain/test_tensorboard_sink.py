@@ -68,18 +68,6 @@ def test_a_run_that_restarts_before_its_first_checkpoint_shows_its_new_steps():
     assert shown()["lr"].keys() == {1, 2}
 
 
-def test_a_logger_that_is_added_later_shows_the_earlier_steps():
-    first = open_metrics(Progress(0, 0), loggers=[])
-    log_steps(first, 1, 4)
-    first.close()
-    assert not FOLDER.exists()
-    second = open_metrics(Progress(4, 4))
-    log_steps(second, 5, 6)
-    second.close()
-    assert shown()["loss"].keys() == {1, 2, 3, 4, 5, 6}
-    assert shown()["evaluation/a@b/accuracy"].keys() == {4}
-
-
 def test_the_settings_are_recorded_without_secrets():
     open_metrics(Progress(0, 0)).close()
     data = b"".join(file.read_bytes() for file in FOLDER.iterdir())

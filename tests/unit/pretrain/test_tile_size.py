@@ -8,10 +8,7 @@ import torch
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
 from tost_lm.parallel.mesh import Axis, Mesh
-from tost_lm.pretrain.plan import fit as plan_fit
-from tost_lm.pretrain.plan import traffic
 from tost_lm.pretrain.plan.memory import largest_tile, peak_moment
-from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.tiled import tile
 
@@ -68,26 +65,3 @@ def test_the_largest_tile_that_fits_is_a_power_of_two_or_the_row():
         assert peak_moment(recipe(f"memory.tile_tokens={2 * size}"), 8).total > whole * share or 2 * size == 131072
     with pytest.raises(ConfigError, match="the plan of tiles of 1024 tokens needs"):
         largest_tile(recipe(), 8, 1e9)
-
-
-def test_the_plan_proposes_tiles_and_counts_what_is_read_twice():
-    words = ["memory={}", SHORTER[0], "train.seq_len=4194304"]
-    an_eighth = [*words, "train.seq_len=524288"]
-    problem = plan_fit.memory_problem(load_config(PlanConfig, RECIPE, an_eighth))
-    assert problem is not None
-    assert "set memory.activation_checkpointing=full (" in problem
-    assert (
-        plan_fit.memory_problem(load_config(PlanConfig, RECIPE, [*an_eighth, "memory.activation_checkpointing=full"]))
-        is None
-    )
-    config = load_config(PlanConfig, RECIPE, words)
-    problem = plan_fit.memory_problem(config)
-    assert problem is not None
-    assert "set memory.tile_tokens=" in problem
-    found = problem.split("memory.tile_tokens=")[1].split()[0]
-    tiled = load_config(PlanConfig, RECIPE, [*words[1:], f"memory.tile_tokens={found}"])
-    assert plan_fit.memory_problem(tiled) is None
-    auto = plan_fit.complete(load_config(PlanConfig, RECIPE, [*words[1:], "memory.tile_tokens=auto"]))
-    assert auto == tiled
-    assert traffic.mlp_forwards(tiled) == 2 - 1 / traffic.tiles(tiled)
-    assert traffic.mlp_forwards(config) == 1

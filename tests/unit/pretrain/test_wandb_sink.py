@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from logged_run import SECRET, WithSecret, log_steps, settings_of
-from wandb_files import history, run_of
+from wandb_files import history
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
@@ -122,23 +122,6 @@ def test_a_mode_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch):
     fix = "set WANDB_MODE to offline, or leave wandb out of run.loggers"
     with pytest.raises(ConfigError, match=rf"\AWANDB_MODE=sometimes: .*; {fix}\Z"):
         open_metrics(Progress(0, 0))
-
-
-def test_settings_say_where_wandb_shows_the_run_and_overrule_its_environment(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    shown = {"project": "tssa", "entity": "lab", "group": "ablation"}
-    for number, (settings, mode, expected) in enumerate([
-        ({}, None, ("tost_lm", "", "")),
-        (shown, None, ("tssa", "lab", "ablation")),
-        ({**shown, "mode": "offline"}, "disabled", ("tssa", "lab", "ablation")),
-    ]):  # fmt: skip
-        monkeypatch.setenv("WANDB_MODE", mode) if mode else monkeypatch.delenv("WANDB_MODE", raising=False)
-        metrics = open_metrics(Progress(0, 0), wandb=settings)
-        metrics.close()
-        (file,) = folder.glob(f"wandb/offline-run-*/run-{metrics.wandb_run_id}.wandb")
-        run = run_of(file)
-        assert (run.project, run.entity, run.run_group) == expected, number
 
 
 def test_online_without_a_login_is_an_error(monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tost_lm.page import Page
-from tost_lm.report.record import RunRecord, compared_settings
+from tost_lm.report.record import RunRecord
 from tost_lm.report.run import overview
 from tost_lm.report.training import branches
 
@@ -65,21 +65,3 @@ def test_branches_are_listed_by_step_with_their_losses(run_folder: Path, add_bra
     text = overview(RunRecord.read(early))
     assert r"| branch of | runs/run/checkpoints/step\_00000050, data continued |" in text
     assert "| mean throughput | 256 tokens/s |" in text  # 10 steps of 32 tokens in 1.25 s
-
-
-def test_the_figure_has_validation_losses_if_all_runs_have_them(run_folder: Path, add_branch):
-    for folder, loss in ((add_branch("branch", 50, 60), 2.5), (run_folder, 3.5)):
-        row = {"step": 60, "loss": loss, "tokens": 9, "position_ends": [8], "loss_by_position": [loss]}
-        write_rows(folder / "validation.jsonl", row)
-    page = Page("", figures="f")
-    text = branches(RunRecord.read(run_folder), page)
-    assert "3.5000" in text
-    _, *lines = csv.reader(page.charts["f/branches"].table().splitlines())
-    assert lines == [["60", "3.5", "2.5"]]
-
-
-def test_branches_from_trunks_of_other_seeds_are_compared_as_one_group():
-    configs = [
-        {"train": {"seed": seed, "branch_from": f"runs/trunk-{seed}/checkpoints/step_00000050"}} for seed in (0, 1)
-    ]
-    assert compared_settings(configs[0]) == compared_settings(configs[1]) == {"train.branch_from": "step_00000050"}

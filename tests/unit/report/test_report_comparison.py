@@ -9,18 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tost_lm.config import differences, leaves, to_toml, validate
 from tost_lm.errors import ConfigError
 from tost_lm.inference.evaluated import write_result_file
-from tost_lm.model import TostLM
 from tost_lm.page import Page, to_markdown
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.report import write_comparison
 from tost_lm.report.comparison import comparison_sections
 from tost_lm.report.record import Mean, compared_settings, group_runs, read_runs
-from tost_lm.report.settings import ReportConfig
 from tost_lm.tasks.heldout import NAME as HELDOUT
 from tost_lm.tasks.needle import NAME as NEEDLE
 
@@ -133,13 +130,6 @@ def test_runs_are_grouped_by_settings(make_run):
     ]
 
 
-def test_parameters_are_those_of_the_model(make_run):
-    text, _ = compare(make_run("a", [5.0]), make_run("b", [5.0], model={"positions": "none"}))
-    with torch.device("meta"):
-        model = TostLM(settings(model={"positions": "none"}).model)
-    assert [row[-2] for row in table(text, "Groups")[1:]] == [PARAMETERS, f"{model.parameter_count():,}"]
-
-
 def test_groups_ignore_the_seed_and_settings_that_may_change_on_resume():
     config = settings(
         train={"micro_batch_size": 2, "seed": 3}, data={"workers": 2}, checkpoint={"interval": 1},
@@ -192,28 +182,6 @@ def test_metrics_are_means_with_standard_errors(make_run):
     header, *rows = csv.reader(page.charts["figures/position"].table().splitlines())
     assert header[1] == f"{first}, step 20: mean (nats/token)"
     assert rows == [["8", "5.25", "0.25"], ["16", "4.125", "0.125"]]
-
-
-def test_memory_is_the_maximum_of_a_run(two_groups):
-    a, b, c = two_groups
-    for folder, peaks in ((a, [1e9, 3e9, 2e9]), (b, [4e9])):
-        row = {"loss": 6.0, "tokens": 1, "seconds": 1.0}
-        rows = [{"step": step, **row, "memory_peak_bytes": peak} for step, peak in enumerate(peaks, start=1)]
-        write_rows(folder / "metrics.jsonl", rows)
-    text, _ = compare(a, b, c)
-    header, first, second = table(text, "Results")
-    assert (header[-1], first[-1], second[-1]) == ("peak memory (GB)", "3.50 ± 0.50", "–")
-
-
-def test_losses_by_position_have_a_table(two_groups):
-    a, b, c = two_groups
-    for run, by_position in ((a, (5.0, 4.0)), (b, (5.5, 4.25)), (c, (3.0, 2.0))):
-        add_validation(run, 10, *by_position)
-    text, _ = compare(a, b, c)
-    header, first, second = table(text, "Loss by position")
-    assert header == ["group", "positions up to 8", "positions up to 16"]
-    assert first[1:] == ["5.250 ± 0.250", "4.125 ± 0.125"]
-    assert second[1:] == ["3.000", "2.000"]
 
 
 def test_groups_with_common_seeds_are_compared_by_seed(make_run):
@@ -277,12 +245,6 @@ def test_runs_are_compared_at_their_last_common_step(make_run):
     assert not page.charts
 
 
-def test_a_loss_that_is_nan_makes_the_mean_nan(make_run):
-    text, page = compare(make_run("a", [6.0, None], train={"seed": 0}), make_run("b", [6.5, 5.0], train={"seed": 1}))
-    assert table(text, "Results")[1][3] == "NaN"
-    assert page.charts["figures/loss"].files()["png"].startswith(b"\x89PNG")
-
-
 def test_limitations_are_listed(make_run):
     a, b = make_run("a", [6.0]), make_run("b", [6.0])
     c = make_run("c", [6.0], data={"folder": "other/shards"})
@@ -330,21 +292,3 @@ def test_invalid_comparisons_are_rejected(make_run, tmp_path):
     with pytest.raises(ConfigError, match=rf"^a run has no metrics: {b}/metrics\.jsonl;"):
         write_comparison([a, b], tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_default_folder_of_a_comparison(tmp_path):
-    config = validate(ReportConfig, {}, "test").report
-    assert config.folder_for([Path("runs/a"), Path("runs/b/")]) == Path("reports/a-b")
-    many = [Path(f"runs/sweep-{number:03d}") for number in range(20)]
-    assert config.folder_for(many) == Path("reports/sweep-000-and-19-more")
-    assert validate(ReportConfig, {"report": {"folder": "x"}}, "test").report.folder_for(many) == Path("x")
-
-
-def test_labels_of_many_groups_are_short(make_run):
-    runs = [make_run(f"r{i}", [6.0], data={"folder": f"data/$\\frac{i}$/{'long' * 20}"}) for i in range(9)]
-    runs += [make_run("s", [6.0], data={"folder": "data/$\\frac$"})]
-    _, page = compare(*runs)
-    chart = page.charts["figures/loss"]
-    assert len(set(chart.header[1:])) == 10
-    assert max(map(len, chart.header)) < 90
-    assert chart.files()["png"].startswith(b"\x89PNG")

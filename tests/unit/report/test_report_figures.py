@@ -1,4 +1,4 @@
-"""Figures of reports and analyses: texts lie inside the figure, tick labels do not overlap, and steps are integers."""
+"""Figures of reports: texts lie inside the figure, and tick labels do not overlap."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -12,8 +12,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from experiments.analysis.coding_rate import change_chart, steps_chart
-from experiments.analysis.memberships import position_chart as memberships_chart
 from tost_lm.page import Chart
 from tost_lm.report.record import Curve, position_curves_chart, step_chart
 from tost_lm.report.training import loss_chart, optimizer_chart, position_chart
@@ -50,19 +48,7 @@ def training(steps: Sequence[int]) -> Iterator[Chart]:
     yield position_curves_chart({"1: model.pattern=T, step 600,000": Curve(ENDS, np.array(FALLING), None)})
 
 
-def rate(mean: float) -> dict[str, float]:
-    return {"mean": mean, "standard_error": 0.01}
-
-
-def analysis(layers: int) -> Iterator[Chart]:
-    by_layer = [FALLING] * layers
-    yield memberships_chart({
-        "concentration_by_position": by_layer, "score_spread_by_position": by_layer,
-        "explained_within_stretches": by_layer, "position_ends": ENDS,
-    })  # fmt: skip
-    rates = [{"coding_change": rate(-0.1), "variational_change": rate(-0.2), "gap": rate(12.0)}] * layers
-    yield change_chart(rates)
-    yield steps_chart([{"step": step, "layers": rates} for step in (100_000, 350_000, 600_000)])
+def extrapolation() -> Iterator[Chart]:
     positions = zip(ENDS, FALLING, strict=True)
     extrapolated = [
         {"end": end, "nats_per_token": nats, "standard_error": 0.1, "trained": end <= 1024} for end, nats in positions
@@ -75,7 +61,7 @@ CHARTS: dict[str, Callable[[], Iterable[Chart]]] = {
     "needle": lambda: starmap(needle, ((1, 1), (2, 3), (5, 3), (11, 6))),
     "tasks": lambda: starmap(tasks, ((1, 1), (9, 6))),
     **{f"{len(x)} steps": partial(training, x) for x in ([1], range(3), range(10, 161, 10), range(0, 600_001, 1000))},
-    **{f"{layers} layers": partial(analysis, layers) for layers in (1, 4, 48)},
+    "positions": extrapolation,
 }
 
 
@@ -107,11 +93,3 @@ def test_texts_are_inside_and_tick_labels_apart(charts: Callable[[], Iterable[Ch
             for axis, side in ((axes.xaxis, 0), (axes.yaxis, 1)):
                 boxes = sorted((extent(label) for label in tick_labels(axis)), key=lambda box: box.min[side])
                 assert all(first.max[side] <= second.min[side] for first, second in pairwise(boxes)), axis
-
-
-@pytest.mark.parametrize("steps", [[1], [1, 2], [1, 2, 3], [10, 11, 12]])
-def test_step_ticks_are_integers(steps: list[int]):
-    loss, optimizer, _, compared, _ = training(steps)
-    for chart in (loss, optimizer, compared):
-        ticks = chart.drawing.axes[-1].get_xticks()
-        assert ticks.tolist() == ticks.round().tolist()

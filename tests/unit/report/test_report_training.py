@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tost_lm.checkpointing.run_folder import read_record
@@ -56,20 +55,6 @@ def test_the_loss_figure_has_training_and_validation_by_step(run_folder):
     assert "on 128 held-out tokens: last 4.2500 nats per token at step 100, lowest 4.2500" in text
 
 
-def test_the_lowest_validation_loss_ignores_nan(run_folder):
-    add_rows(run_folder / "validation.jsonl", measurement(30, None), measurement(60, 4.5), measurement(90, None))
-    text = losses(RunRecord.read(run_folder), Page("", figures="f"))
-    assert "last NaN at step 90, lowest 4.5000 nats per token at step 60" in text
-
-
-def test_loss_by_position_of_the_last_and_three_earlier_steps():
-    header, *rows = numbers(position_chart([measurement(step, 5.0, None, step / 10) for step in range(10, 101, 10)]))
-    assert header == [
-        "positions up to (tokens)", *[f"loss after step {step} (nats/token)" for step in (10, 40, 70, 100)],
-    ]  # fmt: skip
-    assert rows == [["8", *["5.0"] * 4], ["16", *["nan"] * 4], ["32", "1.0", "4.0", "7.0", "10.0"]]
-
-
 def test_sections_without_data_are_empty(run_folder):
     (run_folder / "metrics.jsonl").unlink()
     run, page = RunRecord.read(run_folder), Page("", figures="f")
@@ -77,12 +62,6 @@ def test_sections_without_data_are_empty(run_folder):
     assert not page.charts
     add_rows(run_folder / "validation.jsonl", measurement(50, 5.5))
     assert "](f/position.png)" in positions(RunRecord.read(run_folder), page)
-
-
-def test_the_optimizer_figure_has_both_curves(run_folder):
-    assert numbers(optimizer_chart(RunRecord.read(run_folder).metrics))[:2] == [
-        ["step", "learning rate (1)", "gradient norm (1)"], ["10", "0.001", "2.0"],
-    ]  # fmt: skip
 
 
 def test_throughput_lists_the_logged_metrics(run_folder):
@@ -136,33 +115,6 @@ def test_a_damaged_row_is_one_line(run_folder, file, row, problem):
     with pytest.raises(ConfigError) as error:
         read_record(path)
     assert str(error.value) == f"{path}, line 2: damaged: {problem}; correct or remove the line"
-
-
-def test_a_report_of_damaged_events_is_refused(run_folder):
-    add_rows(run_folder / "events.jsonl", {"step": 30, "event": "skipped", "why": "loss is nan", "samples": 58})
-    with pytest.raises(ConfigError, match=r"events\.jsonl, line 1: damaged: samples: Input should be a"):
-        events(RunRecord.read(run_folder))
-
-
-def test_many_events_are_shortened(run_folder):
-    add_rows(
-        run_folder / "events.jsonl",
-        *[{"step": i, "event": "skipped", "why": "loss is inf", "samples": [i, i]} for i in range(1, 61)],
-    )
-    text = events(RunRecord.read(run_folder))
-    assert text.count("| skipped step |") == 50
-    assert "| 11 | skipped step |" in text
-    assert "the last 50 of 60 events; `events.jsonl`" in text
-
-
-@pytest.mark.parametrize("count", [1, 100_000])
-def test_figures_accept_any_number_of_rows(count):
-    noise = np.random.default_rng(0).normal(size=count) ** 2
-    chart = loss_chart([{"step": i, "loss": loss} for i, loss in enumerate(noise.tolist(), start=1)], [])
-    files = chart.files()
-    assert files["png"].startswith(b"\x89PNG")
-    assert files["pdf"].startswith(b"%PDF")
-    assert files["csv"].count(b"\n") == count + 1
 
 
 def test_figures_accept_nan_and_infinity(recwarn):

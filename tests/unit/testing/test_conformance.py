@@ -73,11 +73,6 @@ def test_a_report_is_a_table():
     assert lines[-1].startswith(f"| {NAN} | fails | inf | 1e-10 | outputs with a NaN at token")
 
 
-def test_too_few_tokens_are_refused():
-    with pytest.raises(ValueError, match="too few tokens to cut: 15; use 16 or more"):
-        check(toy_adapter(), tokens=15)
-
-
 def attention_with_cache(
     mixer: nn.Module, x_BTC: Tensor, *, state: tuple[Tensor, Tensor] | None, **_: Any
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -130,7 +130,7 @@ class SentencePieceTokenizer(Tokenizer):
         pieces = map(self._model.id_to_piece, range(self.vocab_size))
         first, second, spaced, both = self._model.encode(["a", "b", " b", "a b"], num_threads=1)
         self.adds_space = first + second == both
-        # True for the models trained here, except with some user symbols.
+        # True for the models trained here, not for some with user-defined symbols.
         self._cuts_at_spaces = first + spaced == both and not any(map(PIECE_BEYOND_WORD.search, pieces))
 
     def encode(self, text: str) -> list[int]:
@@ -170,8 +170,8 @@ def encode_blocks(tokenizer: Tokenizer, blocks: Iterable[str]) -> Iterator["np.n
 
     The ids equal `tokenizer.encode` of the whole text if the text has spaces and the tokenizer cuts at them. The text
     is cut before a space that follows a non-space character. GPT-2 always cuts there; so does any other tokenizer
-    unless one of its tokens crosses a word boundary (a user symbol may). A block without such a space is cut at its
-    end, where one token may become two, and a tokenizer that puts a space before a text puts one.
+    unless one of its tokens crosses a word boundary (a user-defined symbol may). A block without such a space is cut
+    at its end, where one token may become two, and a tokenizer that puts a space before a text puts one.
     """
     pending, space = "", ""
     for block in blocks:

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from heapq import heappop, heappush
 from itertools import chain
@@ -20,8 +20,8 @@ import xxhash
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import BadRow, Splitter, count_rows, parse, read_blocks
 from tost_lm.data.sources.blocks import too_many_bad
-from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, escape
-from tost_lm.errors import ConfigError, DataError
+from tost_lm.data.tokenizers.interface import escape
+from tost_lm.errors import DataError
 from tost_lm.files import regular_file, sha256_bytes, sha256_file, write_atomically
 from tost_lm.version import VERSION
 
@@ -97,7 +97,6 @@ class _Smallest:
 
 
 EOT_PIECE = "<|endoftext|>"
-OWN_PIECE = re.compile(rf"<unk>|{re.escape(EOT_PIECE)}|<0x[0-9A-F]{{2}}>")
 OWN_PIECES = 258  # <unk>, the end of text, and the bytes
 TEXT_CHARACTERS = 4000  # documents exceed SentencePiece's limits; single lines would hide newlines from merges
 EXIT_FAILED = 3  # exit code of the training process when its stdout is an error message
@@ -107,39 +106,16 @@ Report = Callable[[int, int], None]
 """Called from another thread with the pieces in the vocabulary so far and the final number."""
 
 
-def symbol_pieces(user_symbols: Sequence[str]) -> list[str]:
-    """The texts of `tokenizer.user_symbols` as SentencePiece pieces.
-
-    Raises:
-        ConfigError: a symbol is empty, repeated, a piece of every model, or has a character that no piece can have.
-    """
-    for symbol in user_symbols:
-        problem = None
-        if not symbol:
-            problem = "is empty"
-        elif user_symbols.count(symbol) > 1:
-            problem = "is repeated"
-        elif OWN_PIECE.fullmatch(symbol):
-            problem = "is already a piece of every model"
-        elif found := re.search(f"[\0{SPACE_MARK}{ESCAPE}\ud800-\udfff]", symbol):
-            problem = f"has the character U+{ord(found[0]):04X}, which no piece can have"
-        if problem:
-            raise ConfigError(f"tokenizer.user_symbols: {symbol!r} {problem}; remove it")
-    return [symbol.replace(" ", SPACE_MARK) for symbol in user_symbols]
-
-
-def train_sentencepiece(
-    texts: Iterable[str], vocab_size: int, symbols: Sequence[str] = (), report: Report = lambda done, total: None
-) -> bytes:
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, report: Report = lambda done, total: None) -> bytes:
     """Train a BPE model of exactly `vocab_size` pieces on `texts` and return its bytes. Deterministic.
 
-    `symbols` come from `symbol_pieces`. SentencePiece runs in a separate process that ends with this call.
+    SentencePiece runs in a separate process that ends with this call.
 
     Raises:
         DataError: the texts do not allow this vocabulary size; the message has the possible size.
     """
     program = Path(__file__).with_name("training_process.py")
-    options = {"vocab_size": vocab_size, "user_symbols": list(symbols), "eot_piece": EOT_PIECE}
+    options = {"vocab_size": vocab_size, "eot_piece": EOT_PIECE}
     with subprocess.Popen(
         [sys.executable, "-P", str(program)],
         stdin=subprocess.PIPE,
@@ -150,7 +126,7 @@ def train_sentencepiece(
         assert trainer.stdin is not None
         assert trainer.stdout is not None
         assert trainer.stderr is not None
-        log = _Log(trainer.stderr, OWN_PIECES + len(symbols), vocab_size, report)
+        log = _Log(trainer.stderr, OWN_PIECES, vocab_size, report)
         try:
             _feed(trainer.stdin, options, texts)
             output = trainer.stdout.read()
@@ -283,7 +259,6 @@ def _determinants(config: DataPrepConfig, fingerprint: str) -> dict[str, object]
     tokenizer, corpus = config.tokenizer, config.corpus
     return {
         "vocab_size": tokenizer.vocab_size,
-        "user_symbols": tokenizer.user_symbols,
         "sample_bytes": tokenizer.sample_bytes,
         "seed": tokenizer.seed,
         "split": corpus.split,

@@ -22,7 +22,6 @@ def main() -> None:
             sentence_iterator=texts(sys.stdin.buffer),
             model_writer=model,
             vocab_size=options["vocab_size"],
-            user_defined_symbols=options["user_symbols"],
             eos_piece=options["eot_piece"],
             model_type="bpe",
             byte_fallback=True,

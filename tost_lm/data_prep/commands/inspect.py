@@ -94,7 +94,3 @@ def run() -> NoReturn:
         positional="FOLDER",
         config=InspectShardsConfig,
     )
-
-
-if __name__ == "__main__":
-    run()

@@ -57,7 +57,3 @@ def _lines_of_documents(source: str) -> Iterator[list[str]]:
 
 def run() -> NoReturn:
     run_program(main, name="tost prepare passages", doc=__doc__ or "", positional="[CONFIG]", config=DataPrepConfig)
-
-
-if __name__ == "__main__":
-    run()

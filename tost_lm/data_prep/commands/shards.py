@@ -119,7 +119,3 @@ def run() -> NoReturn:
         positional="[CONFIG]",
         config=DataPrepConfig,
     )
-
-
-if __name__ == "__main__":
-    run()

@@ -1,8 +1,7 @@
 """Train a lossless SentencePiece tokenizer on the training documents of a corpus, or reuse an existing one.
 
     tost prepare tokenizer configs/data/embedded.toml
-    tost prepare tokenizer configs/data/embedded.toml tokenizer.vocab_size=8192 \\
-        tokenizer.user_symbols='["<|fim|>"]'
+    tost prepare tokenizer configs/data/embedded.toml tokenizer.vocab_size=8192
 
 Writes the model to tokenizer.path, and a record of its settings and corpus to tokenizer.path with .json.
 """
@@ -21,7 +20,6 @@ from tost_lm.data.tokenizers.training import (
     model_path,
     retrain_reason,
     sample_texts,
-    symbol_pieces,
     train_sentencepiece,
     write_tokenizer,
 )
@@ -39,7 +37,6 @@ def main(_: Path | None, config: DataPrepConfig) -> None:
     path, vocab_size = model_path(config), config.tokenizer.vocab_size
     if vocab_size is None:
         raise ConfigError("tokenizer.vocab_size: not set; set the size of the vocabulary to train, for example 32768")
-    symbols = symbol_pieces(config.tokenizer.user_symbols)
     corpus_fingerprint = fingerprint(config.corpus)
     if left_out := left_out_files(config.corpus.source):
         print(left_out)
@@ -55,7 +52,7 @@ def main(_: Path | None, config: DataPrepConfig) -> None:
         raise corpus_changed(config.corpus)
     with Progress("training", " pieces") as progress:
         texts = (text.decode() for text in sample.texts)
-        tokenizer = SentencePieceTokenizer(train_sentencepiece(texts, vocab_size, symbols, progress))
+        tokenizer = SentencePieceTokenizer(train_sentencepiece(texts, vocab_size, progress))
     bytes_per_token = check_lossless(tokenizer, sample.texts)
     sample_bytes = sum(map(len, sample.texts))
     write_tokenizer(config, corpus_fingerprint, tokenizer.model_bytes, len(sample.texts), sample_bytes)
@@ -73,9 +70,7 @@ def check_lossless(tokenizer: SentencePieceTokenizer, texts: list[bytes]) -> flo
     for text in texts:
         ids = tokenizer.encode(text.decode())
         if loss := first_loss(text.decode(), tokenizer.decode(ids)):
-            raise DataError(
-                f"the trained tokenizer is not lossless: {loss}; nothing was written; change tokenizer.user_symbols"
-            )
+            raise DataError(f"the trained tokenizer is not lossless: {loss}; nothing was written")
         tokens += len(ids)
         checked += len(text)
         if checked >= CHECKED_BYTES:
@@ -91,7 +86,3 @@ def run() -> NoReturn:
         positional="[CONFIG]",
         config=DataPrepConfig,
     )
-
-
-if __name__ == "__main__":
-    run()

@@ -25,7 +25,3 @@ def main(paths: list[Path], config: NoSettings) -> None:
 
 def run() -> NoReturn:
     run_program(main, name="tost compare", doc=__doc__ or "", positional="RUN…", config=NoSettings)
-
-
-if __name__ == "__main__":
-    run()

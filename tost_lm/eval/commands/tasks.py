@@ -18,7 +18,3 @@ def main(path: None, config: Section) -> None:
 
 def run() -> NoReturn:
     run_program(main, name="tost tasks", doc=__doc__ or "", positional="[ARGUMENT…]", config=Section, arguments=[])
-
-
-if __name__ == "__main__":
-    run()

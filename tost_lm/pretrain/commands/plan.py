@@ -249,7 +249,3 @@ def run() -> NoReturn:
     single = [word for word in words if word not in listed]
     program = partial(compare, listed=listed, others=[word for word in single if "=" in word]) if listed else main
     run_program(program, name="tost plan", doc=__doc__ or "", positional="CONFIG", config=PlanConfig, arguments=single)
-
-
-if __name__ == "__main__":
-    run()

@@ -56,7 +56,3 @@ def first_comment(file: Path) -> str:
 
 def run() -> NoReturn:
     run_program(main, name="tost recipes", doc=__doc__ or "", positional="[ARGUMENT…]", config=Section, arguments=[])
-
-
-if __name__ == "__main__":
-    run()

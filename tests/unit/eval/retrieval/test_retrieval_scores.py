@@ -13,7 +13,7 @@ from evaluations import RETRIEVAL
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.tasks import answers
 from tost_lm.tasks.answers import Scorer, Scores, model_scorer, score_cell
-from tost_lm.tasks.haystacks import PAIRS, listed
+from tost_lm.tasks.haystacks import listed
 from tost_lm.tasks.needle import NAME as NEEDLE
 from tost_lm.tasks.queries import Queries, Query
 
@@ -120,19 +120,6 @@ def test_guessing_scores_chance(make_task, tokenizer):
     for key in ("choice_accuracy", "control_choice_accuracy", "found_share", "control_found_share"):
         assert scores[key] == pytest.approx(task.chance, abs=4 * error)
     assert scores["exact_accuracy"] == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "chance"),
-    [
-        ("niah_single_1@own-words", 1 / 9e6), ("niah_single_3@own-words", 2**-122),
-        ("niah_multivalue@own-words", 4 / 9e6), ("niah_multiquery@own-words", 4 / 9e6), ("vt@own-words", 5 / 26**5),
-        ("cwe@own-words", 10 / PAIRS), ("fwe@own-words", 3 / 26**6),
-        ("qa_1@own-words", 1 / PAIRS), ("qa_2@own-words", 1 / PAIRS),
-    ],
-)  # fmt: skip
-def test_chance_of_guesses_of_the_right_form(make_task, name, chance):
-    assert make_task(name).chance == pytest.approx(chance)
 
 
 def test_found_is_the_fraction_of_references_in_the_text(make_task, tokenizer):

@@ -1,7 +1,6 @@
 """Retrieval examples: exact length, repeatable, independent of each other, and with the answers in the text."""
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.tasks.grid import find_text
-from tost_lm.tasks.haystacks import NOISE, PAIRS, SENTENCE_ENDS, Text, listed, word_keys
+from tost_lm.tasks.haystacks import PAIRS, SENTENCE_ENDS, Text, listed, word_keys
 from tost_lm.tasks.needle import NAME as NEEDLE
 from tost_lm.tasks.needle import NeedleConfig
 from tost_lm.tasks.queries import Queries, Query
@@ -113,54 +112,6 @@ def test_numbers_of_distinct_keys_and_values(make_task, tokenizer, name):
         assert all(key in example.question for key in asked)
 
 
-def test_the_order_of_values_in_the_answer(make_task, tokenizer):
-    for example, _ in examples(task := make_task("niah_multivalue@own-words"), 900):
-        assert [value for _, value in secrets(text_of(task, example, tokenizer))] == list(example.references)
-    orders = set()
-    for example, _ in examples(task := make_task("niah_multiquery@own-words"), 900, samples=5):
-        pairs = secrets(text_of(task, example, tokenizer))
-        asked = re.split(", | and ", example.question.rsplit(" of ", 1)[1].removesuffix(" are"))
-        assert [dict(pairs)[key] for key in asked] == list(example.references)
-        orders.add(tuple(asked.index(key) for key, _ in pairs))
-    assert len(orders) > 1
-
-
-def test_haystacks_of_sentences_and_of_needles(make_task, tokenizer):
-    noise = set(NOISE.splitlines(keepends=True))
-    for name in ("niah_single_1@own-words", "vt@own-words"):
-        text = text_of(task := make_task(name), next(examples(task, 900))[0], tokenizer)
-        _, *lines = re.sub(r" (The secret|VAR) .+\n", "", text).split("\nQuestion")[0].splitlines(keepends=True)[1:]
-        assert set(lines[:-1]) <= noise
-    for name in ("niah_multikey_2@own-words", "niah_multikey_3@own-words"):
-        text = text_of(task := make_task(name), next(examples(task, 1500))[0], tokenizer)
-        rest = re.sub(r" The secret \w+ of \S+ is \S+\.\n", "", text).split("\nQuestion")[0]
-        line = len(tokenizer.encode(max(text.split("\n"), key=len)))
-        assert len(tokenizer.encode(rest.split("\n", 1)[1])) < line
-
-
-def test_frequencies_of_words(make_task, tokenizer):
-    def times_of(example: Query) -> Counter[str]:
-        text = text_of(task, example, tokenizer)
-        return Counter(text.split("The list:")[1].split("\n")[0].split())
-
-    task = make_task("cwe@own-words")
-    for example, control in examples(task, shortest(task) + 1000):
-        times, without = times_of(example), times_of(control)
-        assert len(example.references) == 10
-        assert {times.pop(word) for word in example.references} == {30}
-        assert len(times) > 10
-        assert set(times.values()) == {3}
-        assert without == times
-    task = make_task("fwe@own-words")
-    for example, control in examples(task, shortest(task) + 1000):
-        times, without = times_of(example), times_of(control)
-        assert [word for word, _ in times.most_common(4)] == ["...", *example.references]
-        n = times["..."] * np.pi**2 / 6
-        for rank, (_, count) in enumerate(times.most_common(), 1):
-            assert abs(count - n * 6 / np.pi**2 / rank**2) <= 1
-        assert without == {word: count for word, count in times.items() if word not in example.references}
-
-
 def test_the_needle_is_at_the_end_of_a_line_or_sentence_before_its_depth(make_task, tokenizer):
     task = make_task(depths=(0.0, 0.25, 0.5, 1.0))
     for depth in task.depths:
@@ -178,20 +129,6 @@ def test_the_needle_is_at_the_end_of_a_line_or_sentence_before_its_depth(make_ta
             found.append((start - 1) / (start - 1 + last - end))
         assert max(found) <= depth + 0.01  # the cut itself is rounded to a token
         assert np.mean(found) >= depth - 0.06
-
-
-def test_sentences_within_a_paragraph(make_task, tokenizer):
-    text = Text("the text", [tokenizer.encode_array("They say little! Do they? No. " * 300)], {})
-    depths = (0.0, 0.25, 0.5, 1.0)
-    task = make_task(depths=depths)
-    task.text = text
-    for depth in depths:
-        example, _ = task.query(600, depth, 0)
-        decoded = tokenizer.decode(example.prompt.tolist())
-        before, _ = decoded.split(f" {example.question} {example.references[0]}.\n")
-        found = len(before) / len(decoded)
-        assert depth - 0.06 <= found <= depth + 0.01
-        assert before == "" or before.endswith(SENTENCE_ENDS)
 
 
 def tokens_of(example: Query, tokenizer: Tokenizer, beginning: str) -> int:
@@ -245,12 +182,6 @@ def test_word_keys_never_repeat():
     assert {key.count("-") for key in keys} == {1, 2}
 
 
-def test_lists_in_words():
-    assert "".join(listed(["a"])) == " a"
-    assert "".join(listed(["a", "b"])) == " a and b"
-    assert "".join(listed(["a", "b", "c"])) == " a, b and c"
-
-
 def test_default_lengths_are_those_that_fit(make_task):
     task = make_task()
     assert task.lengths(NeedleConfig(samples=3), Facts(256, 256)) == [64, 128, 256]
@@ -269,12 +200,6 @@ def test_impossible_lengths_are_rejected(make_task, name):
     if task.text:
         with pytest.raises(DataError, match="the text has"):
             task.lengths(NeedleConfig(samples=3, lengths=[100_000]), Facts(1500, None))
-
-
-def test_unknown_tasks_are_rejected_with_a_list():
-    with pytest.raises(ConfigError, match=rf"'niah' is not a task; choose from zero-shot, needle, .*, {NEEDLE}, .*"):
-        find_tasks(["niah"])
-    assert len(RULER) == len(set(RULER)) == 13
 
 
 def test_groups_of_tasks_have_a_name():

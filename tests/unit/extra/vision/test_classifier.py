@@ -12,8 +12,6 @@ from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.extra.vision.classifier import TostVision
 from tost_lm.extra.vision.settings import VisionConfig
-from tost_lm.optim.adamw import parameter_groups
-from tost_lm.testing import assert_close
 
 SIZES = {"layers": 3, "heads": 2, "width": 16, "classes": 5}
 
@@ -34,58 +32,6 @@ def test_presets_have_the_parameters_of_the_released_models(preset: str, million
         model = TostVision(validate(VisionConfig, {"preset": preset}, "test"))
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == millions
     assert model.config.layer_scale == (1.0 if preset.endswith("12") else 1e-5)
-
-
-def test_weights_are_drawn_as_released_and_not_on_the_meta_device():
-    def draw(seed: int) -> TostVision:
-        torch.manual_seed(seed)
-        return TostVision(config_of(width=64, classes=300, layer_scale=1e-5))
-
-    model, same, other = draw(0).state_dict(), draw(0).state_dict(), draw(1).state_dict()
-    assert all(torch.equal(model[name], same[name]) for name in model)
-    assert not torch.equal(model["head.weight"], other["head.weight"])
-    normal = [n for n, w in model.items() if n == "class_token" or (w.dim() == 2 and n != "positions.weight")]
-    drawn = torch.cat([model[name].flatten() for name in normal])
-    # The standard error of a standard deviation of n draws is its value / √(2n).
-    assert abs(drawn.std().item() / 0.02 - 1) < 5 / (2 * len(drawn)) ** 0.5
-    uniform = {"positions.weight": 64, "embedding.convolutions.3.weight": 32 * 9}
-    for name, inputs in uniform.items():
-        assert 0.95 < model[name].abs().max() * inputs**0.5 <= 1, name
-    constants = {"temp": 1.0, "gamma": 1e-5, "norm.weight": 1.0, "running_var": 1.0, "running_mean": 0.0}
-    for name, weight in model.items():
-        wanted = [value for end, value in constants.items() if name.endswith(end)]
-        if name.endswith("bias") and name != "positions.bias":
-            wanted = [0.0]
-        assert all((weight == value).all() for value in wanted), name
-    with torch.device("meta"):
-        before = torch.get_rng_state()
-        assert all(weight.is_meta for weight in TostVision(config_of()).state_dict().values())
-        assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_vectors_do_not_decay():
-    groups = parameter_groups(model := TostVision(config_of()), 0.05)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    kept = {names[id(parameter)] for parameter in groups[1]["params"]}
-    assert kept == {name for name in names.values() if not name.endswith("weight")} | {
-        name for name in names.values() if "norm" in name
-    }
-
-
-def test_training_drops_branches_for_whole_images():
-    torch.manual_seed(0)
-    model = TostVision(config_of(drop_path=0.25))
-    scale = model.get_submodule("blocks.0.mixer_scale")
-    x = torch.randn(4000, 2, 16)
-    assert torch.equal(scale.eval()(x), x)
-    dropped = scale.train()(x)
-    kept = dropped.flatten(1).any(1)
-    # Standard error of a share p of n draws: √(p·(1−p)/n).
-    assert abs(kept.float().mean() - 0.75) < 5 * (0.75 * 0.25 / len(x)) ** 0.5
-    assert_close(dropped[kept], x[kept] / 0.75, 1e-6)
-    images = torch.randn(2, 3, 32, 32)
-    assert not torch.equal(model.train()(images), model(images))
-    assert torch.equal(model.eval()(images), model(images))
 
 
 @pytest.mark.parametrize(

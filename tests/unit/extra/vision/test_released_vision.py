@@ -126,13 +126,9 @@ def test_sizes_of_a_released_model_are_its_preset(tmp_path: Path):
     [
         ({"blocks.1.attn.temp": None}, r"lacks weights: blocks\.1\.attn\.temp; copy it again$"),
         ({"blocks.0.attn.temp": None}, r"lacks the weight blocks\.0\.attn\.temp; copy it again$"),
-        ({"head.bias": None}, r"lacks weights: head\.bias;"),
         ({"cls_token": None}, r"not a checkpoint of the released vision code: it has no weight cls_token;"),
         ({"blocks.0.attn.gate": torch.ones(2)}, r"unexpected weights: blocks\.0\.attn\.gate; give a model without"),
         ({"norm.bias": torch.ones(17)}, r"norm\.bias has shape \[17\], its settings say \[16\];"),
-        ({"norm.bias": "text"}, r"norm\.bias is not a floating-point tensor;"),
-        ({"patch_embed.proj.0.1.num_batches_tracked": torch.tensor(1.0)}, r"num_batches_tracked is not an integer"),
-        ({"blocks.0.attn.temp": torch.ones(3, 1)}, r"model\.width 16 is not divisible by model\.heads 3;"),
     ],
 )  # fmt: skip
 def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: dict[str, Any], problem: str):

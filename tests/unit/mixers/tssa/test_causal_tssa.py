@@ -20,8 +20,6 @@ from tost_lm.mixers.tssa.phases import PhasedBackend
 
 pytestmark = pytest.mark.quick
 
-MEMBERSHIPS = ["energy-share", "energy-mean", "uniform"]
-
 
 def inputs(seed: int, B: int, T: int, H: int, D: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
@@ -40,29 +38,6 @@ def test_equals_loops_over_the_formulas(backend, seed: int, B: int, T: int, H: i
     g = torch.randn_like(ours)
     for a, b in zip(torch.autograd.grad(ours, leaves, g), torch.autograd.grad(theirs, leaves, g), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
-
-
-def test_bias_may_differ_between_sequences():
-    w, temp, _ = inputs(3, 2, 5, 3, 4)
-    bias_BHT = torch.randn(2, 3, 5, dtype=torch.float64)
-    both, _ = causal_tssa(w, temp, bias_BHT)
-    for b in range(2):
-        torch.testing.assert_close(both[b : b + 1], causal_tssa(w[b : b + 1], temp, bias_BHT[b])[0])
-
-
-def test_energy_mean_divides_by_the_running_mean():
-    w, temp, _ = inputs(4, 1, 6, 2, 3)
-    y, _ = causal_tssa(w, temp, membership="energy-mean")
-    mean_BTHD = w.square().cumsum(1) / torch.arange(1, 7)[:, None, None]
-    pi = (temp * (w.square() / mean_BTHD).mean(-1)).softmax(-1)[..., None]
-    moment = (pi * w.square()).cumsum(1) / (pi.cumsum(1) + 1e-8)
-    torch.testing.assert_close(y, -pi * w / (1 + moment), rtol=1e-12, atol=1e-12)
-
-
-def test_uniform_membership_is_one_over_heads():
-    w, temp, bias = inputs(5, 1, 1, 4, 3)
-    y, _ = causal_tssa(w, temp, bias, membership="uniform")
-    torch.testing.assert_close(y, -0.25 * w / (1 + w.square()), rtol=1e-6, atol=1e-7)
 
 
 def test_statistics_of_low_precision_inputs_are_float32():

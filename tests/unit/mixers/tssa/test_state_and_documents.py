@@ -1,8 +1,7 @@
-"""Padding, inference mode and float32 sums after a long past. `test_layers_conform.py` has tiles and documents."""
+"""Float32 sums after a long past, and documents that change in place; tiles are in `test_layers_conform.py`."""
 
 import pytest
 import torch
-from agreement import draw_call
 
 from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
 from tost_lm.mixers.tssa.naive import TssaState
@@ -27,30 +26,6 @@ def test_single_tokens_do_not_drift_after_a_long_past():
     assert_as_accurate(y_t, in_float32[:, -1], y[:, -1])
     for after, before, truth in zip(state[:3], past[:3], exact[:3], strict=True):
         assert_close(after.double() - before, truth - before, FLOAT32_REORDERED)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_batch_can_be_packed(side: str):
-    """Pack the 3, 7 and 1 real tokens of three padded rows, and put the outputs back."""
-    lengths, T = torch.tensor([3, 7, 1]), 7
-    call = draw_call(1, (T, T, T), 2, 4, packed=False, fresh=True)
-    columns = torch.arange(T)
-    real = columns < lengths[:, None] if side == "right" else columns >= T - lengths[:, None]
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
-    y = torch.zeros_like(call.w)
-    y[real] = causal_tssa(call.w[real][None], call.temp, cu_seqlens=cu_seqlens)[0][0]
-    for row, length in enumerate(lengths.tolist()):
-        alone, _ = causal_tssa(call.w[row][real[row]][None], call.temp)
-        torch.testing.assert_close(y[row][real[row]], alone[0], rtol=1e-12, atol=1e-12)
-        assert y[row][~real[row]].abs().sum() == 0
-        assert real[row].sum() == length
-
-
-@torch.inference_mode()
-def test_packed_documents_in_inference_mode():
-    w, temp, cu_seqlens = torch.randn(1, 10, 2, 3), torch.ones(2), torch.tensor([0, 4, 10], dtype=torch.int32)
-    y, _ = causal_tssa(w, temp, cu_seqlens=cu_seqlens)
-    assert torch.equal(y[:, 4:], causal_tssa(w[:, 4:], temp)[0])
 
 
 def test_cu_seqlens_changed_in_place_are_read_again():

@@ -16,8 +16,7 @@ from tost_lm.pretrain.plan.traffic import recomputed_flops
 B, T = 6, 12
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "mixers", "full"])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("checkpointing", "every"), [("none", 1), ("mixers", 2), ("full", 1), ("full", 2)])
 @pytest.mark.parametrize("in_tiles", [False, True])
 @pytest.mark.parametrize("layer_scale", [1.0, 0.0])
 @pytest.mark.parametrize(
@@ -29,8 +28,8 @@ B, T = 6, 12
     ],
 )
 def test_recomputed_flops_are_what_torch_counts(
-    seq_len: int, tile_tokens: int, model: dict[str, Any], layer_scale: float, in_tiles: bool, every: int,
-    checkpointing: str,
+    seq_len: int, tile_tokens: int, model: dict[str, Any], layer_scale: float, in_tiles: bool,
+    checkpointing: str, every: int,
 ):  # fmt: skip
     recomputed: dict[str, Any] = {"activation_checkpointing": checkpointing}
     if checkpointing != "none":
