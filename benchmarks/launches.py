@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from benchmarks import measure
 from tost_lm.config import Section, run_program, validate
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import compile_blocks
-from tost_lm.ops.positions import SequenceInfo, rotary_cos_sin
+from tost_lm.ops.positions import SequenceInfo
 from tost_lm.torch_internals import TorchDispatchMode
 
 
@@ -190,9 +189,8 @@ def _packed(name: str, rows: int, seq_len: int, documents: int) -> tuple[TostLM,
 def _layer_input(model: TostLM, tokens: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, SequenceInfo]:
     settings = model.config
     info = SequenceInfo.of(tokens, None, cu_seqlens, output_state=False)
-    rotary = rotary_cos_sin(info.position, settings.width // settings.heads, 10000.0, torch.float32)
     x_BTC = torch.zeros(*tokens.shape, settings.width, dtype=torch.bfloat16, requires_grad=True)
-    return x_BTC, replace(info, rotary=rotary)
+    return x_BTC, info.with_rotary((settings.width // settings.heads, 10000.0), torch.float32)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch.nn.functional import (
 )
 
 from tost_lm.data.prefetch import MicroBatch
-from tost_lm.mixers.delta.layer import NORM_EPSILON, unit_length
+from tost_lm.mixers.delta.layer import unit_length
 from tost_lm.mixers.delta.settings import CONV_TAPS
 from tost_lm.mixers.tssa.naive import ENERGY_FLOOR
 from tost_lm.model import ModelConfig
@@ -62,11 +62,7 @@ def plain_loss(model: TiledLM, tokens_BT: Tensor, labels_BT: Tensor, block: Call
     positions, config, T = model.positions, model.config, tokens_BT.shape[1]
     assert positions is not None
     x_BTC = model.embedding(tokens_BT) + positions.weight[:T]
-    rotary = None
-    if config.rope_theta:
-        rotary = rotary_cos_sin(
-            torch.arange(T, device=x_BTC.device), config.width // config.heads, config.rope_theta, x_BTC.dtype
-        )
+    rotary = config.rotary and rotary_cos_sin(torch.arange(T, device=x_BTC.device), config.rotary, x_BTC.dtype)
     for ours, letter in zip(model.blocks, config.letters, strict=True):
         x_BTC = block(ours, letter, x_BTC, rotary)
     logits_BTV = linear(model.norm(x_BTC), model.embedding.weight)
@@ -99,8 +95,8 @@ def _delta(layer: Any, x_BTC: Tensor, _rotary: object) -> Tensor:
     query, key, value = tokens_BTE.unflatten(-1, (layer.key_heads, -1)).split([K, K, layer.sizes[1]], -1)
     rates = layer.rates(step.flatten(-2), beta.flatten(-2))
     y_BTHV = _delta_rule(query, key, value.flatten(-2).unflatten(-1, heads), *rates)
-    y_BTHV = rms_norm(y_BTHV, heads[1:], eps=NORM_EPSILON) * layer.norm * silu(gate.flatten(-2).unflatten(-1, heads))
-    return layer.out_proj(y_BTHV.flatten(-2))
+    y_BTHV = rms_norm(y_BTHV, heads[1:], eps=layer.norm_epsilon) * layer.norm
+    return layer.out_proj((y_BTHV * silu(gate.flatten(-2).unflatten(-1, heads))).flatten(-2))
 
 
 def _delta_rule(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:

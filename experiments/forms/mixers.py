@@ -207,7 +207,7 @@ class Softmax(Mixer):
         scales = zip((q, k), self.scales.chunk(2), strict=True)
         q, k = (rms_norm(x, x.shape[-1:], eps=EPSILON) * scale for x, scale in scales)
         if self.form.rotary:
-            rotary = rotary_cos_sin(position, q.shape[-1], 10000.0, x_BTC.dtype)
+            rotary = rotary_cos_sin(position, (q.shape[-1], 10000.0), x_BTC.dtype)
             q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
         mask = None
         if self.form.window:

@@ -100,7 +100,7 @@ def to_authors(
         "softmax.kv_heads": config.softmax.kv_heads or config.heads,
         "mlp_hidden": config.mlp_hidden or 4 * config.width,
     }
-    only_softmax = {"window": 0, "qk_norm": False, "kv_heads": config.heads}
+    only_softmax = {"window": 0, "qk_norm": False, "kv_heads": config.heads, "head_size": None, "gate": False}
     shared = {"mlp_hidden": 4 * config.width, "norm_epsilon": 1e-5}
     softmax = {"softmax": SOFTMAX["softmax"] | only_softmax} if kind == "A" else {}
     supported = dict(leaves(MODELS[kind] | shared | softmax))

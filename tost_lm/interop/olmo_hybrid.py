@@ -23,7 +23,7 @@ from tost_lm.inference.hugging_face import check_settings, transformers_library
 from tost_lm.interop.gpt2 import CONFIG, check_supported, listed, read_settings
 from tost_lm.interop.interface import ForeignFormat, ForeignModel
 from tost_lm.mixers.delta.settings import CONV_TAPS, Sizes
-from tost_lm.mixers.softmax.settings import kv_width
+from tost_lm.mixers.softmax.settings import Sizes as SoftmaxSizes
 from tost_lm.model import ModelConfig
 
 LETTERS = {"linear_attention": "D", "full_attention": "A"}
@@ -47,7 +47,11 @@ DELTA = {
 """Their settings, and ours."""
 FORM: dict[str, Any] = {
     "positions": "none", "layer_scale": 0.0, "mlp": "swiglu", "norm": "rms", "norm_after": "A", "bias": False,
-    "softmax": {"qk_norm": "all-heads", "window": 0},
+    "softmax": {
+        "qk_norm": "all-heads", "window": 0, "head_size": None, "gate": False, "rotary_fraction": 1.0,
+        "rope_scaling_factor": 1.0,
+    },
+    "delta": {"norm_epsilon": 1e-5},
 }  # fmt: skip
 """Our settings that all of these models share."""
 UNLIMITED = 1 << 20
@@ -191,7 +195,7 @@ def our_settings(theirs: Any, where: Path) -> ModelConfig:
         **FORM,
         **{ours: getattr(theirs, name) for name, ours in SIZES.items()},
         "pattern": "".join(LETTERS[kind] for kind in theirs.layer_types),
-        "delta": {ours: getattr(theirs, name) for name, ours in DELTA.items()},
+        "delta": FORM["delta"] | {ours: getattr(theirs, name) for name, ours in DELTA.items()},
         "softmax": FORM["softmax"] | softmax,
     }
     return validate(ModelConfig, tree, str(where))
@@ -242,7 +246,7 @@ def _parameters(config: ModelConfig) -> Iterator[tuple[str, list[str], int, list
     ends = ENDS if config.tied_head else {**ENDS, "head.weight": ["lm_head.weight"]}
     yield from ((ours, names, 1, []) for ours, names in ends.items())
     h, H, K, V = Sizes.of(config.shape_of("D"))
-    group, kv = H // h, kv_width(config.shape_of("A"))
+    group, kv = H // h, SoftmaxSizes.of(config.shape_of("A")).keys
     of_head = [K, K, group * V, group * V, group, group]
     rows_of = {
         "D": {"mixer.in_proj.weight": (h, of_head), CONVOLUTION: (h, of_head[:3])},

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 from tost_lm.config import Section
-from tost_lm.mixers.shape import MixerShape
+from tost_lm.mixers.shape import MixerShape, Rotary
 
 
 class Flops(NamedTuple):
@@ -123,6 +123,10 @@ class MixerFacts(ABC):
     def description(self, shape: MixerShape) -> str:
         """The mixer of this model, in words."""
 
+    def splits_width(self, shape: MixerShape) -> bool:
+        """Whether a head has model.width / model.heads channels."""
+        return True
+
     def problem(self, shape: MixerShape) -> str | None:
         """Settings of a model with this mixer that do not fit each other; None: they do."""
         return None
@@ -131,9 +135,9 @@ class MixerFacts(ABC):
         """Whether parameters have the size `model.max_positions`."""
         return False
 
-    def rope_theta(self, shape: MixerShape) -> float:
-        """Base of the rotary embedding whose angles the layer reads; 0: it reads none."""
-        return 0.0
+    def rotary(self, shape: MixerShape) -> Rotary | None:
+        """The rotary embedding whose angles the layer reads; None: it reads none."""
+        return None
 
     @abstractmethod
     def kept_tokens(self, shape: MixerShape) -> int | None:

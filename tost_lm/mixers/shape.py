@@ -1,11 +1,22 @@
 """The part of a model's settings that a mixer reads."""
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from tost_lm.config import Section
 
 Settings = TypeVar("Settings", bound=Section)
+
+
+class Rotary(NamedTuple):
+    """The rotary embedding whose angles a mixer reads."""
+
+    channels: int
+    """Of a head."""
+    theta: float
+    """The base."""
+    scaling_factor: float = 1.0
+    """Of Llama 3's scaling; 1: none."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +30,8 @@ class MixerShape(Generic[Settings]):
     """Whether projections have biases."""
     norm_epsilon: float
     """Added to the variance in norms."""
+    zero_centered: bool
+    """Whether the factor of an RMSNorm is 1 + its weight."""
     max_positions: int
     """Rows of tables of positions."""
     own: Settings

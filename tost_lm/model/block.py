@@ -15,6 +15,7 @@ from torch.nn.functional import gelu, silu
 
 from tost_lm.model.config import ModelConfig
 from tost_lm.ops.initialization import InitialValue, set_own_constants
+from tost_lm.ops.norms import ZeroCenteredRmsNorm
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.torch_internals import compiled
 
@@ -42,11 +43,21 @@ class RmsNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype))
 
 
-def build_norm(config: ModelConfig) -> LayerNorm | RmsNorm:
+class ResidualZeroCenteredRmsNorm(ZeroCenteredRmsNorm):
+    """The same for `ZeroCenteredRmsNorm`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+Norm = LayerNorm | RmsNorm | ResidualZeroCenteredRmsNorm
+
+
+def build_norm(config: ModelConfig) -> Norm:
     """A norm of the residual stream."""
-    if config.norm == "rms":
-        return RmsNorm(config.width, eps=config.norm_epsilon)
-    return LayerNorm(config.width, eps=config.norm_epsilon, bias=config.bias)
+    if config.norm == "layer":
+        return LayerNorm(config.width, eps=config.norm_epsilon, bias=config.bias)
+    return (RmsNorm if config.norm == "rms" else ResidualZeroCenteredRmsNorm)(config.width, eps=config.norm_epsilon)
 
 
 class LayerScale(nn.Module):
@@ -141,11 +152,11 @@ class Block(nn.Module):
         y_BTC = self.mlp(self.branch_input(x_BTC, self.mlp_norm))
         return x_BTC + self.mlp_scale(self.branch_output(y_BTC, self.mlp_norm))
 
-    def branch_input(self, x_BTC: Tensor, norm: LayerNorm | RmsNorm) -> Tensor:
+    def branch_input(self, x_BTC: Tensor, norm: Norm) -> Tensor:
         """The input of the mixer or MLP from the residual stream, in the weights' dtype."""
         return x_BTC.to(norm.weight.dtype) if self.norm_after else norm(x_BTC)
 
-    def branch_output(self, y_BTC: Tensor, norm: LayerNorm | RmsNorm) -> Tensor:
+    def branch_output(self, y_BTC: Tensor, norm: Norm) -> Tensor:
         """The result of mixer or MLP before LayerScale."""
         return norm(y_BTC) if self.norm_after else y_BTC
 

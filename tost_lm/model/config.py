@@ -10,7 +10,7 @@ from tost_lm.config import Section, is_from_user
 from tost_lm.mixers.facts import MixerFacts
 from tost_lm.mixers.plugins import complete_settings, run_plugin, settings_of, unknown_letters
 from tost_lm.mixers.registry import FACTS, MixerSettings
-from tost_lm.mixers.shape import MixerShape
+from tost_lm.mixers.shape import MixerShape, Rotary
 
 SWIGLU_MULTIPLE = 256
 """The hidden channels of a SwiGLU are a multiple of it: several tensor ranks have whole tiles of a matrix product."""
@@ -44,9 +44,9 @@ MAX_LAYERS = 10_000
 """Far above any model; a larger number is a mistake that would take minutes of building."""
 
 
-def check_blocks(layers: int, heads: int, width: int, pattern: str) -> None:
-    """Raises ValueError if heads cannot share the channels, or layers are not whole patterns."""
-    if width % heads:
+def check_blocks(layers: int, heads: int, width: int, pattern: str, *, split: bool = True) -> None:
+    """Raises ValueError if heads cannot share the channels (where they do: `split`), or layers are not whole patterns."""
+    if split and width % heads:
         raise ValueError(f"model.width {width} is not divisible by model.heads {heads}; change one of them")
     if layers % len(pattern):
         raise ValueError(
@@ -67,7 +67,7 @@ class ModelShape(Section):
     layers: int = Field(gt=0, le=MAX_LAYERS)
     """Number of blocks; a multiple of the pattern's length."""
     heads: int = Field(gt=0)
-    """Number of heads of the mixer; must divide model.width."""
+    """Number of heads of the mixer; must divide model.width, unless all mixers have heads of another size."""
     width: int = Field(gt=0)
     """Channels of the residual stream (hidden size)."""
     vocab_size: int = Field(default=50304, gt=0)
@@ -91,8 +91,8 @@ class ModelConfig(MixerSettings, ModelShape):
     """Hidden channels of the MLP; unset: as wide as model.mlp says."""
     gelu: Literal["exact", "tanh"] = "exact"
     """GELU of the MLP `gelu`: `exact` as published; `tanh`, the approximation that GPT-2's weights were trained with."""
-    norm: Literal["layer", "rms"] = "layer"
-    """Norm of both branches of a block and before the head: `layer`, LayerNorm, as published; `rms`, RMSNorm, without a mean and without a bias."""
+    norm: Literal["layer", "rms", "rms-zero-centered"] = "layer"
+    """Norm of both branches of a block and before the head: `layer`, LayerNorm, as published; `rms`, RMSNorm, without a mean and without a bias; `rms-zero-centered`, an RMSNorm that multiplies with 1 + its weight, as do then the norms of softmax.qk_norm."""
     norm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the variance in these norms and in those of softmax.qk_norm."""
     norm_after: str = ""
@@ -113,7 +113,8 @@ class ModelConfig(MixerSettings, ModelShape):
         """The part of these settings that the mixer with this letter of `pattern` reads."""
         facts = FACTS[letter]
         own = settings_of(letter, self.plugin_settings[letter]) if facts.plugin else getattr(self, facts.folder)
-        return MixerShape(self.width, self.heads, self.bias, self.norm_epsilon, self.max_positions, own)
+        zero_centered = self.norm == "rms-zero-centered"
+        return MixerShape(self.width, self.heads, self.bias, self.norm_epsilon, zero_centered, self.max_positions, own)
 
     @property
     def mixers(self) -> list[tuple[MixerFacts, MixerShape]]:
@@ -151,9 +152,9 @@ class ModelConfig(MixerSettings, ModelShape):
         return used | ({"plugin_settings": own} if own else {})
 
     @property
-    def rope_theta(self) -> float:
-        """Base of the rotary embedding of mixers; 0: none."""
-        return max(facts.rope_theta(shape) for facts, shape in self.mixers)
+    def rotary(self) -> Rotary | None:
+        """The rotary embedding of mixers; None: they have none."""
+        return max((one for facts, shape in self.mixers if (one := facts.rotary(shape))), default=None)
 
     @property
     def kept_tokens(self) -> int | None:
@@ -201,7 +202,8 @@ class ModelConfig(MixerSettings, ModelShape):
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> "ModelConfig":
-        check_blocks(self.layers, self.heads, self.width, self.pattern)
+        split = any(facts.splits_width(shape) for facts, shape in self.mixers)
+        check_blocks(self.layers, self.heads, self.width, self.pattern, split=split)
         if strange := set(self.norm_after) - set(self.pattern):
             raise ValueError(f"model.norm_after {self.norm_after!r}: no {min(strange)} in model.pattern; leave it out")
         for facts, shape in self.mixers:

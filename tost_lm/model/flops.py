@@ -51,7 +51,7 @@ def parameters(config: ModelConfig) -> Parameters:
         biases = biased * (facts.channels_in(shape) + C)
         mixers += layers * (facts.weights(shape) + biases + own.decayed + own.vectors)
         of_mixers += layers * own.replicated
-    of_norm = C if config.norm == "rms" else (1 + biased) * C
+    of_norm = (1 + biased) * C if config.norm == "layer" else C
     return Parameters(
         embedding=(1 if config.tied_head else 2) * config.vocab_size * C,
         positions=config.max_positions * C if config.positions == "learned" else 0,

@@ -1,7 +1,6 @@
 """The language model: embedding, positions, blocks, norm and head."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from tost_lm.model.streaming import TILE_TOKENS, Tokens, TokenStream
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, CrossEntropy, linear_cross_entropy
 from tost_lm.ops.initialization import INITIAL_STD, draw_seed, initialize
 from tost_lm.ops.layout import SequenceShard
-from tost_lm.ops.positions import SequenceInfo, rotary_cos_sin, sinusoidal
+from tost_lm.ops.positions import SequenceInfo, sinusoidal
 from tost_lm.ops.precision import statistics_dtype
 
 
@@ -127,10 +126,7 @@ class TostLM(nn.Module):
         elif self.config.positions == "sinusoidal":
             # Scaled to the initial size of learned positions, to be no larger than the token embeddings.
             x_BTC = x_BTC + INITIAL_STD * sinusoidal(position, x_BTC.shape[-1], x_BTC.dtype)
-        if self.config.rope_theta:
-            channels = self.config.width // self.config.heads
-            rotary = rotary_cos_sin(info.position, channels, self.config.rope_theta, x_BTC.dtype)
-            info = replace(info, rotary=rotary)
+        info = info.with_rotary(self.config.rotary, x_BTC.dtype)
         states: list[Any] = []
         for i, block in enumerate(self.blocks):
             x_BTC, mixer_state = block(x_BTC, state.layers[i] if state else None, info)

@@ -1,5 +1,6 @@
 """Positions of tokens in their documents; sinusoidal and rotary embeddings."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,6 +13,8 @@ from tost_lm.ops.layout import LocalDocuments, SequenceShard, to_device
 from tost_lm.ops.registered import handle_for
 
 SINUSOIDAL_BASE = 10000.0
+SCALED_POSITIONS, SLOW_TURNS, FAST_TURNS = 8192, 1, 4
+"""Llama 3's scaling changes frequencies of at most FAST_TURNS turns in so many positions, fully up to SLOW_TURNS."""
 FIRST_BIN = 8
 
 
@@ -89,6 +92,10 @@ class SequenceInfo:
         info = cls((), local, None, position_B[:, None], recurrent=True)
         return replace(info, handle=handle_for(info))
 
+    def with_rotary(self, rotary: Sequence[float] | None, dtype: torch.dtype) -> "SequenceInfo":
+        """With the angles that `rotary_cos_sin` computes; None: without any."""
+        return self if rotary is None else replace(self, rotary=rotary_cos_sin(self.position, rotary, dtype))
+
     @property
     def wanted_state(self) -> str:
         """`output_state` as an option of an operator; empty: none."""
@@ -136,28 +143,42 @@ def sinusoidal(position: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     return 2**0.5 * torch.cat([sin, cos], -1)[..., :width]
 
 
-def rotary_cos_sin(position: Tensor, channels: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the rotary embedding of a head's `channels`, each [T, D/2] or [B, 1, T, D/2].
+def rotary_cos_sin(position: Tensor, rotary: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary embedding of D channels of a head, each [T, D/2] or [B, 1, T, D/2].
 
     float64 for a float64 `dtype`, else float32.
+
+    Args:
+        rotary: D, the base, and the factor of Llama 3's scaling, 1 if it is left out.
     """
+    channels, theta, *scaling = rotary
     position = position if position.dim() == 1 else position[:, None]
-    return _cos_sin(position, channels // 2, theta, torch.float64 if dtype == torch.float64 else torch.float32)
+    dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return _cos_sin(position, int(channels) // 2, theta, dtype, *scaling)
 
 
 def apply_rotary(x_BHTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding (arXiv 2104.09864) of channel pairs (d, d + D/2), in x's dtype."""
+    """Rotary embedding (arXiv 2104.09864) of channel pairs (d, d + R/2) of the first R, in x's dtype."""
     cos, sin = rotary
-    first, second = x_BHTD.to(cos.dtype).chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x_BHTD.dtype)
+    rotated = 2 * cos.shape[-1]
+    first, second = x_BHTD[..., :rotated].to(cos.dtype).chunk(2, -1)
+    y_BHTR = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x_BHTD.dtype)
+    return y_BHTR if rotated == x_BHTD.shape[-1] else torch.cat([y_BHTR, x_BHTD[..., rotated:]], -1)
 
 
-def _cos_sin(position: Tensor, frequencies: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _cos_sin(
+    position: Tensor, frequencies: int, base: float, dtype: torch.dtype, scaling_factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position · base^(−i / frequencies), each […, frequencies].
 
     Angles are float64: at position 10⁶, float32 has errors of up to 0.03 radians. mps has no float64.
     """
     angle_dtype = torch.float32 if position.device.type == "mps" else torch.float64
     exponents = torch.arange(frequencies, device=position.device, dtype=angle_dtype) / frequencies
-    angles = position[..., None] * base**-exponents
+    frequency = base**-exponents
+    if scaling_factor != 1:
+        turns = frequency * SCALED_POSITIONS / (2 * math.pi)
+        kept = ((turns - SLOW_TURNS) / (FAST_TURNS - SLOW_TURNS)).clamp(0, 1)
+        frequency = frequency * (kept + (1 - kept) / scaling_factor)
+    angles = position[..., None] * frequency
     return angles.cos().to(dtype), angles.sin().to(dtype)

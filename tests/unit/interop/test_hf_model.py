@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.interop.hf import TostCache, TostConfig, TostForCausalLM
+from tost_lm.mixers.delta.settings import DeltaSettings
+from tost_lm.mixers.softmax.settings import SoftmaxSettings
 from tost_lm.model import ModelConfig, TostLM
 
 VOCAB = 50
@@ -90,8 +92,8 @@ def test_a_configuration_names_no_preset_and_no_settings_of_parts_that_the_model
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["context_length"] == 32768
     assert not {"preset", "max_positions", "tssa"} & written.keys()
-    assert written["delta"].keys() == {"qk_heads", "value_heads", "qk_size", "value_size", "beta_to_two"}
-    assert written["softmax"].keys() == {"window", "rope_theta", "kv_heads", "qk_norm"}
+    assert written["delta"].keys() == DeltaSettings.model_fields.keys()
+    assert written["softmax"].keys() == SoftmaxSettings.model_fields.keys()
 
 
 def test_settings_have_defaults_and_aliases():

@@ -76,41 +76,54 @@ def linear(p: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 
 def normed(p: dict[str, Tensor], name: str, config: ModelConfig, x: Tensor) -> Tensor:
-    if config.norm == "rms":
+    if config.norm != "layer":
         return scaled(p, name, config, x)
     return scaled(p, name, config, x - x.mean(-1, keepdim=True)) + p.get(f"{name}.bias", 0)
 
 
 def scaled(p: dict[str, Tensor], name: str, config: ModelConfig, x: Tensor) -> Tensor:
-    return x / ((x**2).mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * p[f"{name}.weight"]
+    factor = p[f"{name}.weight"] + (config.norm == "rms-zero-centered")
+    return x / ((x**2).mean(-1, keepdim=True) + config.norm_epsilon).sqrt() * factor
 
 
 def attention(p: dict[str, Tensor], config: ModelConfig, x: Tensor) -> Tensor:
-    D = WIDTH // HEADS
-    heads_of_keys = config.softmax.kv_heads or HEADS
-    q, k, v = linear(p, "mixer.in_proj", x).unflatten(-1, (-1, D)).split([HEADS, heads_of_keys, heads_of_keys], -2)
+    own, D = config.softmax, config.softmax.head_size or WIDTH // HEADS
+    heads_of_keys = own.kv_heads or HEADS
+    counts = [HEADS, heads_of_keys, heads_of_keys, *([HEADS] if own.gate else [])]
+    q, k, v, *gate = linear(p, "mixer.in_proj", x).unflatten(-1, (-1, D)).split(counts, -2)
     heads = []
     norm_q, norm_k = (lambda x, name=name: scaled(p, f"mixer.{name}_norm", config, x) for name in "qk")
-    if config.softmax.qk_norm == "all-heads":
+    if own.qk_norm == "all-heads":
         q, k = norm_q(q.flatten(-2)).view_as(q), norm_k(k.flatten(-2)).view_as(k)
     for h in range(HEADS):
         g = h * heads_of_keys // HEADS
         q_h, k_h, v_h = q[..., h, :], k[..., g, :], v[..., g, :]
-        if config.softmax.qk_norm is True:
+        if own.qk_norm is True:
             q_h, k_h = norm_q(q_h), norm_k(k_h)
-        scores = rotated(q_h) @ rotated(k_h).mT / D**0.5
+        scores = rotated(q_h, config) @ rotated(k_h, config).mT / D**0.5
         ones = torch.ones(T, T, dtype=torch.bool)
-        seen = ones.tril() & ones.triu(1 - (config.softmax.window or T))
+        seen = ones.tril() & ones.triu(1 - (own.window or T))
         heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v_h)
-    return torch.cat(heads, -1)
+    return torch.cat(heads, -1) * (torch.sigmoid(gate[0].flatten(-2)) if gate else 1)
 
 
-def rotated(x: Tensor) -> Tensor:
-    """Channel d and d + D/2 of position t are a complex number that is turned by t / 10000^(2d/D)."""
-    D = x.shape[-1]
-    angle = torch.arange(T).double()[:, None] * 10000.0 ** (-torch.arange(D // 2).double() / (D // 2))
-    turned = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([turned.real, turned.imag], -1)
+def rotated(x: Tensor, config: ModelConfig) -> Tensor:
+    """Channel d and d + R/2 of position t are a complex number that is turned by t / 10000^(2d/R)."""
+    own, R = config.softmax, int(x.shape[-1] * config.softmax.rotary_fraction)
+    speeds = [10000.0 ** (-2 * d / R) for d in range(R // 2)]
+    angle = torch.arange(T).double()[:, None] * torch.tensor(
+        [scaled_speed(s, own.rope_scaling_factor) for s in speeds], dtype=torch.float64
+    )
+    turned = torch.complex(x[..., : R // 2], x[..., R // 2 : R]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([turned.real, turned.imag, x[..., R:]], -1)
+
+
+def scaled_speed(speed: float, factor: float) -> float:
+    """Llama 3's scaling: what turns less than once in 8,192 positions is slower by the factor."""
+    turns = 8192 * speed / (2 * torch.pi)
+    if turns >= 4:
+        return speed
+    return speed / factor if turns <= 1 else speed * ((turns - 1) / 3 + (4 - turns) / 3 / factor)
 
 
 @all_forms

@@ -36,6 +36,7 @@ def config_of(**settings: Any) -> ModelConfig:
         {"pattern": "TD", "layer_scale": 0.0},
         {"pattern": "DA", "bias": True, "delta": {"qk_heads": 2, "value_heads": 4, "value_size": 5}},
         {"pattern": "A", "norm_after": "A", "mlp_hidden": 12, "softmax": {"kv_heads": 1, "qk_norm": "all-heads"}},
+        {"pattern": "A", "norm": "rms-zero-centered", "softmax": {"head_size": 6, "gate": True, "qk_norm": True}},
         {
             "pattern": "A",
             "norm": "rms",
@@ -60,7 +61,7 @@ def test_parameters_are_those_of_the_model(settings: dict[str, Any]):
         {"pattern": "T"},
         {"pattern": "A"},
         {"pattern": "TA"},
-        {"pattern": "TA", "mlp": "swiglu", "softmax": {"kv_heads": 1}},
+        {"pattern": "TA", "mlp": "swiglu", "softmax": {"kv_heads": 1, "gate": True}},
     ],
 )
 def test_products_are_what_torch_counts(settings: dict[str, Any]):

@@ -97,7 +97,7 @@ def test_positions_that_are_computed_have_no_parameters():
         ({"pattern": "2T:1A"}, r"not a multiple of the 3 letters of model\.pattern 'TTA'"),
         ({"pattern": "0T:1A"}, r"invalid model\.pattern: '0T:1A'; use .* as a ratio such as 3D:1A"),
         ({"pattern": "TTA"}, r"model\.layers 2 is not a multiple of the 3 letters of model\.pattern 'TTA'"),
-        ({"pattern": "A", "width": 36}, r"model\.width 36 / model\.heads 4 is odd"),
+        ({"pattern": "A", "width": 36}, r"rotates pairs of channels, not 9 of a head; change model\.width"),
         ({"mixer": "tssa"}, r"mixer: unknown key"),
         (
             {"tssa": {"membership": "energy"}},

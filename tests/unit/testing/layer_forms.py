@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from other_forms import other_forms
 
 from tost_lm.config import validate
 from tost_lm.mixers.registry import FACTS
@@ -20,6 +21,7 @@ OTHER_FORMS: dict[str, list[dict[str, Any]]] = {
     "A": [
         {"softmax": {"window": 5, "kv_heads": 1, "qk_norm": True}},
         {"softmax": {"window": 1, "rope_theta": 0.0}},
+        other_forms(),
     ],
 }
 LAYERS = [

@@ -1,12 +1,13 @@
-"""A model whose blocks have none of the published forms."""
+"""Models whose blocks have none of the published forms."""
 
 from typing import Any
 
+OTHER_FORMS: dict[str, Any] = {
+    "norm": "rms", "mlp": "swiglu", "tied_head": False, "softmax": {"kv_heads": 2, "qk_norm": True},
+}  # fmt: skip
+
 
 def other_forms(**softmax: Any) -> dict[str, Any]:
-    """The settings, with more of softmax layers."""
-    own = {"kv_heads": 2, "qk_norm": True, **softmax}
-    return {"norm": "rms", "mlp": "swiglu", "tied_head": False, "softmax": own}
-
-
-OTHER_FORMS = other_forms()
+    """The settings of blocks as in Qwen3.5, with more of softmax layers."""
+    gated = {"gate": True, "head_size": 12, "rotary_fraction": 0.5, "rope_scaling_factor": 8.0}
+    return {**OTHER_FORMS, "norm": "rms-zero-centered", "softmax": {**OTHER_FORMS["softmax"], **gated, **softmax}}

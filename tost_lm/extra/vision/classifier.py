@@ -86,7 +86,7 @@ class ClassAttention(SoftmaxMixer):
 
     def forward(self, x_BTC: Tensor, state: Any, info: SequenceInfo) -> tuple[Tensor, None]:
         """The class token's output, [B, 1, C]."""
-        q_BHTD, k_BHTD, v_BHTD = self.project(x_BTC, info)
+        q_BHTD, k_BHTD, v_BHTD = self.heads_of(self.in_proj(x_BTC), info)
         y_BH1D = scaled_dot_product_attention(q_BHTD[:, :, :1], k_BHTD, v_BHTD)
         return self.out_proj(y_BH1D.transpose(1, 2).flatten(-2)), None
 

@@ -41,6 +41,9 @@ class DeltaFacts(RecurrentFacts):
     def description(self, shape: DeltaShape) -> str:
         return "gated delta rule, linear in time"
 
+    def splits_width(self, shape: DeltaShape) -> bool:
+        return shape.own.qk_size is None
+
     def problem(self, shape: DeltaShape) -> str | None:
         sizes = Sizes.of(shape)
         if sizes.value_heads % sizes.key_heads == 0:

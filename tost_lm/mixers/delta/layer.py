@@ -25,8 +25,6 @@ from tost_lm.ops.short_conv import CONVOLUTION
 
 LARGEST_RATE = 16.0
 SHORTEST_STEP, LONGEST_STEP = 1e-3, 1e-1
-NORM_EPSILON = 1e-5
-"""Added to the mean square in the norm of the outputs."""
 UNIT_EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
 
@@ -59,6 +57,7 @@ class DeltaMixer(TokenMixer):
         super().__init__()
         self.key_heads, self.heads, self.key_size, self.value_size = h, H, K, V = Sizes.of(shape)
         self.strength, group, width = 2 if shape.own.beta_to_two else 1, H // h, shape.width
+        self.norm_epsilon = shape.own.norm_epsilon
         self.sizes = [2 * K + group * V, group * V, group, group]
         self.in_proj = nn.Linear(width, h * sum(self.sizes), bias=shape.bias)
         self.out_proj = nn.Linear(H * V, width, bias=shape.bias)
@@ -85,7 +84,7 @@ class DeltaMixer(TokenMixer):
             log_decay_BTH, beta_BTH, state.memory if state else None, info.state_offsets,
         ]  # fmt: skip
         y_BTHV, *memory = DELTA_RULE(info, info.handle, tensors, info.wanted_state)
-        y_BTHV = rms_norm(y_BTHV, heads[1:], eps=NORM_EPSILON) * self.norm
+        y_BTHV = rms_norm(y_BTHV, heads[1:], eps=self.norm_epsilon) * self.norm
         y_BTHV = y_BTHV * silu(gate.flatten(-2).unflatten(-1, heads))
         return self.out_proj(y_BTHV.flatten(-2)), DeltaState(*memory, *taps) if taps else None
 

@@ -36,6 +36,8 @@ class DeltaSettings(Section):
     """Channels of the values of a head; without it qk_size."""
     beta_to_two: bool = False
     """Write strengths up to 2 instead of 1: the state can reverse what it returns for a key (arXiv 2411.12537)."""
+    norm_epsilon: float = Field(default=1e-5, gt=0)
+    """Added to the mean square in the norm of the outputs."""
 
 
 DeltaShape = MixerShape[DeltaSettings]

@@ -1,14 +1,16 @@
 """Facts of softmax attention layers: see `tost_lm.mixers.facts`.
 
-Products: 4·C·p forward for a token that attends to p tokens (q·k and Π·v), and twice that backward. Over a document of
-T tokens, p is (T + 1)/2 on average; with a window W < T, it is W − W·(W − 1)/(2T).
+C channels are those of the queries of all heads. Products: 4·C·p forward for a token that attends to p tokens (q·k and
+Π·v), and twice that backward. Over a document of T tokens, p is (T + 1)/2 on average; with a window W < T, it is
+W − W·(W − 1)/(2T).
 
 Autograd stores q, k and v, in units of e·C bytes per token: 3. With rotary embedding 5, because v keeps the memory of
 all three, and without a window on one sequence rank 6: the kernel's output and a copy of it. The input of the output
-projection adds 1. With `model.softmax.kv_heads`, k and v are narrower. With `model.softmax.qk_norm` it stores q and k
-before and after the norm, and 4 bytes for each of their heads, or for all heads of each. With several sequence ranks it
-stores k and v of the whole sequence; with a window of w tokens those of the last w − 1 of each rank, and of its own.
-Attention also stores 4·H.
+projection adds 1, and `model.softmax.gate` 3: its input beside v, the gate and the product. With
+`model.softmax.kv_heads`, k and v are narrower. With `model.softmax.qk_norm` it stores q and k before and after the
+norm, and 4 bytes for each of their heads, or for all heads of each. With several sequence ranks it stores k and v of
+the whole sequence; with a window of w tokens those of the last w − 1 of each rank, and of its own. Attention also
+stores 4·H.
 
 A state has the keys and values of a window; without one, each tile adds those of its tokens to the states after it.
 Sequence ranks gather keys and values of all tokens of a tile, or of the last w − 1 of each rank; recomputation keeps
@@ -16,7 +18,8 @@ what was received. Without a window they gather those of the earlier tiles one b
 """
 
 from tost_lm.mixers.facts import BLOCK_LAUNCHES, NO_FLOPS, Flops, GatheredTokens, Load, MixerFacts, OwnNumbers
-from tost_lm.mixers.softmax.settings import SoftmaxShape, kv_width
+from tost_lm.mixers.shape import Rotary
+from tost_lm.mixers.softmax.settings import Sizes, SoftmaxShape
 
 
 class SoftmaxFacts(MixerFacts):
@@ -29,21 +32,28 @@ class SoftmaxFacts(MixerFacts):
     def description(self, shape: SoftmaxShape) -> str:
         return "softmax attention" + (f" over {shape.own.window:,} tokens" if shape.own.window else "")
 
+    def splits_width(self, shape: SoftmaxShape) -> bool:
+        return shape.own.head_size is None
+
     def problem(self, shape: SoftmaxShape) -> str | None:
         kv_heads = shape.own.kv_heads
         if kv_heads and shape.heads % kv_heads:
             return (
                 f"model.heads {shape.heads} is not a multiple of model.softmax.kv_heads {kv_heads}; change one of them"
             )
-        if shape.own.rope_theta and shape.width // shape.heads % 2:
+        rotary = self.rotary(shape)
+        if rotary and (rotary.channels % 2 or not rotary.channels):
             return (
-                f"model.width {shape.width} / model.heads {shape.heads} is odd, but a rotary embedding rotates pairs "
-                "of channels; change one of them or set model.softmax.rope_theta=0"
+                f"model.softmax: a rotary embedding rotates pairs of channels, not {rotary.channels} of a head; change "
+                "model.width, model.heads, softmax.head_size or rotary_fraction, or set softmax.rope_theta=0"
             )
         return None
 
-    def rope_theta(self, shape: SoftmaxShape) -> float:
-        return shape.own.rope_theta
+    def rotary(self, shape: SoftmaxShape) -> Rotary | None:
+        own = shape.own
+        if not own.rope_theta:
+            return None
+        return Rotary(int(Sizes.of(shape).head * own.rotary_fraction), own.rope_theta, own.rope_scaling_factor)
 
     def kept_tokens(self, shape: SoftmaxShape) -> int | None:
         return shape.own.window or None
@@ -59,21 +69,21 @@ class SoftmaxFacts(MixerFacts):
         return None
 
     def channels_in(self, shape: SoftmaxShape) -> int:
-        return shape.width + 2 * kv_width(shape)
+        return Sizes.of(shape).projected
 
     def channels_out(self, shape: SoftmaxShape) -> int:
-        return shape.width
+        return Sizes.of(shape).queries
 
     def own_numbers(self, shape: SoftmaxShape) -> OwnNumbers:
         """The scales of the norms of queries and keys."""
         if not shape.own.qk_norm:
             return OwnNumbers(0, 0, 0, 0)
-        of_all = shape.own.qk_norm == "all-heads"
-        return OwnNumbers(0, 0, shape.width + kv_width(shape) if of_all else 2 * (shape.width // shape.heads), 2)
+        head, queries, keys, _ = Sizes.of(shape)
+        return OwnNumbers(0, 0, queries + keys if shape.own.qk_norm == "all-heads" else 2 * head, 2)
 
     def attention_flops(self, shape: SoftmaxShape, tokens: int) -> Flops:
         window = min(shape.own.window or tokens, tokens)
-        forward = 4 * shape.width * (window - window * (window - 1) / (2 * tokens))
+        forward = 4 * Sizes.of(shape).queries * (window - window * (window - 1) / (2 * tokens))
         return Flops(forward, 2 * forward)
 
     def operator_flops(self, shape: SoftmaxShape) -> Flops:
@@ -84,28 +94,29 @@ class SoftmaxFacts(MixerFacts):
 
     def stored_bytes(self, load: Load) -> float:
         shape, e, ranks = load.shape, load.element_bytes, load.sequence
-        C, kv = shape.width, kv_width(shape)
+        _, C, kv, gate = Sizes.of(shape)
         read = C + kv  # queries and keys
         changed = shape.own.rope_theta or shape.own.qk_norm
         if ranks > 1:
             # Gathered keys and values, with a window also a copy.
             relative = ranks * self.gathered_tokens(load, load.tile_tokens).tokens / load.tokens_here
             gathered = 2 * (relative + 1 if shape.own.window else relative)
-            kept = C + 2 * kv if shape.own.qk_norm or not shape.own.rope_theta else 0
+            kept = C + 2 * kv + gate if shape.own.qk_norm or not shape.own.rope_theta else 0
             attention = (C if changed else 0) + kept + gathered * kv
         else:
             # Without a window, the kernel stores its output in the order of q's memory, the projection a copy of it.
-            attention = C + 2 * kv + (read if changed else 0) + (C if changed and not shape.own.window else 0)
+            attention = C + 2 * kv + gate + (read if changed else 0) + (C if changed and not shape.own.window else 0)
         norms = 2 if shape.own.qk_norm == "all-heads" else read * shape.heads / C
         normed = 4 * norms + self._norm_bytes(load) * read if shape.own.qk_norm else 0
-        return e * (C + attention) + 4 * shape.heads + normed
+        return e * (C + attention + 2 * gate) + 4 * shape.heads + normed
 
     def _norm_bytes(self, load: Load) -> int:
         """Bytes per channel of queries and keys that their norm stores beside its input, which the values keep anyway:
-        on a CPU the input in float32, and normalized."""
-        if not load.on_cpu:
-            return 0
-        return 4 if load.element_bytes == 4 else 8
+        on a CPU the input in float32, and normalized; with a factor near 1 what it multiplies, everywhere."""
+        copied = 4 if load.on_cpu and load.element_bytes < 4 else 0
+        if load.shape.zero_centered:
+            return copied + load.element_bytes
+        return copied + 4 if load.on_cpu else 0
 
     def received_bytes(self, load: Load) -> float:
         if load.sequence == 1:
@@ -116,14 +127,14 @@ class SoftmaxFacts(MixerFacts):
 
     def state_bytes(self, load: Load) -> float:
         window = load.shape.own.window
-        return 2 * load.element_bytes * kv_width(load.shape) * (window - 1 if window else load.tokens_here)
+        return 2 * load.element_bytes * Sizes.of(load.shape).keys * (window - 1 if window else load.tokens_here)
 
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
         return 0.0
 
     def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
         window, here = load.shape.own.window, tokens / load.sequence
-        return GatheredTokens(min(here, max(1, window - 1)) if window else here, 2 * kv_width(load.shape))
+        return GatheredTokens(min(here, max(1, window - 1)) if window else here, 2 * Sizes.of(load.shape).keys)
 
 
 SOFTMAX = SoftmaxFacts()

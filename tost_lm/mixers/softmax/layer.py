@@ -13,8 +13,9 @@ from torch.nn.functional import pad
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer, room_after
 from tost_lm.mixers.softmax.attention import attend_one, attend_packed, attend_rows
 from tost_lm.mixers.softmax.cache import KeysAndValues, KeyValueSlots, KeyValueState, append, append_in_memory, last
-from tost_lm.mixers.softmax.settings import SoftmaxShape, kv_width
+from tost_lm.mixers.softmax.settings import Sizes, SoftmaxShape
 from tost_lm.mixers.softmax.tiles import KeyValueTiles, attend_tile
+from tost_lm.ops.norms import ZeroCenteredRmsNorm
 from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
 from tost_lm.ops.registered import Registered
 
@@ -27,14 +28,16 @@ class SoftmaxMixer(TokenMixer):
     def __init__(self, shape: SoftmaxShape):
         super().__init__()
         self.heads, self.kv_heads = shape.heads, shape.own.kv_heads or shape.heads
-        self.groups = (self.heads // self.kv_heads, 1, 1)
-        """The sizes of q, k and v."""
+        sizes, of_keys = Sizes.of(shape), self.heads // self.kv_heads
+        self.head_size, self.gated = sizes.head, shape.own.gate
+        self.groups = (of_keys, 1, 1, of_keys) if self.gated else (of_keys, 1, 1)
+        """The sizes of q, k, v and the gate."""
         self.window = shape.own.window
-        self.in_proj = nn.Linear(shape.width, shape.width + 2 * kv_width(shape), bias=shape.bias)
-        self.out_proj = nn.Linear(shape.width, shape.width, bias=shape.bias)
+        self.in_proj = nn.Linear(shape.width, sizes.projected, bias=shape.bias)
+        self.out_proj = nn.Linear(sizes.queries, shape.width, bias=shape.bias)
         self.norms_heads = shape.own.qk_norm is True
         """Whether the norms of queries and keys are those of each head, not of all of them."""
-        self.q_norm, self.k_norm = _qk_norm(shape, shape.width), _qk_norm(shape, kv_width(shape))
+        self.q_norm, self.k_norm = _qk_norm(shape, sizes.queries), _qk_norm(shape, sizes.keys)
 
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
         super().split_heads(ranks, softmax)
@@ -47,17 +50,28 @@ class SoftmaxMixer(TokenMixer):
         self, x_BTC: Tensor, state: KeyValueState | KeyValueTiles | KeyValueSlots | None, info: SequenceInfo
     ) -> tuple[Tensor, KeyValueState | KeyValueTiles | KeyValueSlots | None]:
         """Attend to the earlier tokens of the document (in `state`) and to these."""
-        q, k, v = self.project(x_BTC, info)
+        projected_BTE, gate_BTC = self.in_proj(x_BTC), None
+        if self.gated:
+            channels = self.head_size * self.heads
+            projected_BTE, gate_BTC = projected_BTE.split([projected_BTE.shape[-1] - channels, channels], -1)
+        y_BTC, new_state = self._attend(*self.heads_of(projected_BTE, info), state, info)
+        return self.out_proj(y_BTC if gate_BTC is None else y_BTC * gate_BTC.sigmoid()), new_state
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | KeyValueTiles | KeyValueSlots | None,
+        info: SequenceInfo,
+    ) -> tuple[Tensor, KeyValueState | KeyValueTiles | KeyValueSlots | None]:  # fmt: skip
+        """The output of all heads, [B, T, H·D], and the new state."""
         if isinstance(state, KeyValueTiles) or (info.output_state == "last" and not self.window):
             y_BHTD, tiles = attend_tile(q, k, v, state, info)  # pyright: ignore[reportArgumentType]
-            return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2)), tiles
+            return y_BHTD.transpose(1, 2).flatten(-2), tiles
         if isinstance(state, KeyValueSlots):
             y_BH1D = attend_one(q, *state, state.add(info.position, (k, v)))
-            return self.out_proj(y_BH1D.transpose(1, 2).flatten(-2)), state
+            return y_BH1D.transpose(1, 2).flatten(-2), state
         if self.caches(info):
             cache = append_in_memory(state, max(info.start_positions), (k, v))
             y_BHTD = attend_rows(q, cache, 0, _earlier_tokens(info))
-            return self.out_proj(y_BHTD.transpose(1, 2).flatten(-2)), cache
+            return y_BHTD.transpose(1, 2).flatten(-2), cache
         y_BTC, *new_state = ATTENTION(
             info,
             info.handle,
@@ -65,11 +79,11 @@ class SoftmaxMixer(TokenMixer):
             str(self.window),
             info.wanted_state,
         )
-        return self.out_proj(y_BTC), KeyValueState(*new_state) if new_state else None
+        return y_BTC, KeyValueState(*new_state) if new_state else None
 
-    def project(self, x_BTC: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor, Tensor]:
+    def heads_of(self, projected_BTE: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [B, H, T, D]; H may be fewer heads for keys and values."""
-        heads_BHTD = self.in_proj(x_BTC).unflatten(-1, (self.heads + 2 * self.kv_heads, -1)).transpose(1, 2)
+        heads_BHTD = projected_BTE.unflatten(-1, (self.heads + 2 * self.kv_heads, -1)).transpose(1, 2)
         read_BHTD, v = heads_BHTD.split([self.heads + self.kv_heads, self.kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
             read = zip((self.q_norm, self.k_norm), read_BHTD.split([self.heads, self.kv_heads], 1), strict=True)
@@ -93,8 +107,8 @@ def _qk_norm(shape: SoftmaxShape, channels: int) -> nn.Module | None:
     """The norm of queries or keys, `channels` of all heads."""
     if not shape.own.qk_norm:
         return None
-    of_all = shape.own.qk_norm == "all-heads"
-    return nn.RMSNorm(channels if of_all else shape.width // shape.heads, eps=shape.norm_epsilon)
+    channels = channels if shape.own.qk_norm == "all-heads" else Sizes.of(shape).head
+    return (ZeroCenteredRmsNorm if shape.zero_centered else nn.RMSNorm)(channels, eps=shape.norm_epsilon)
 
 
 def _norm_all(norm: nn.Module, x_BHTD: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Settings of softmax attention layers."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
@@ -11,12 +11,20 @@ from tost_lm.mixers.shape import MixerShape
 class SoftmaxSettings(Section):
     """Settings of A layers, `[model.softmax]`."""
 
+    head_size: int | None = Field(default=None, gt=0)
+    """Channels of a head; without it model.width / model.heads."""
     kv_heads: int | None = Field(default=None, gt=0)
     """Heads of keys and values (grouped-query attention), a divisor of model.heads; without it model.heads. Keys and values in memory and between sequence ranks shrink by the same factor."""
     qk_norm: bool | Literal["all-heads"] = False
     """RMSNorm of the queries and keys before the rotary embedding, which bounds the scores. true: of each head; all heads of a layer share its two scales. `all-heads`: over the channels of all heads, as in OLMo models; tensor ranks cannot split it."""
+    gate: bool = False
+    """A gate for each channel of the output, the sigmoid of a projection of the layer's input (arXiv 2505.06708)."""
     rope_theta: float = Field(default=10000.0, ge=0)
     """Base of the rotary embedding of queries and keys; 0: no rotary embedding."""
+    rotary_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Fraction of a head's channels that the rotary embedding rotates, the first ones."""
+    rope_scaling_factor: float = Field(default=1.0, ge=1)
+    """Llama 3's scaling of the rotary embedding from 8,192 positions: slow rotations are this many times slower, fast ones unchanged, and those between interpolated; 1: no scaling."""
     window: int = Field(default=0, ge=0)
     """Sliding window in tokens. A token attends to itself and the window − 1 tokens before it; 0: to all tokens before it."""
 
@@ -24,6 +32,22 @@ class SoftmaxSettings(Section):
 SoftmaxShape = MixerShape[SoftmaxSettings]
 
 
-def kv_width(shape: SoftmaxShape) -> int:
-    """Channels of the keys of all heads, and of the values."""
-    return shape.width // shape.heads * (shape.own.kv_heads or shape.heads)
+class Sizes(NamedTuple):
+    """Channels of a softmax layer."""
+
+    head: int
+    queries: int
+    """Of all heads."""
+    keys: int
+    """Of all heads; the values have as many."""
+    gate: int
+
+    @classmethod
+    def of(cls, shape: SoftmaxShape) -> "Sizes":
+        own, head = shape.own, shape.own.head_size or shape.width // shape.heads
+        queries = head * shape.heads
+        return cls(head, queries, head * (own.kv_heads or shape.heads), queries if own.gate else 0)
+
+    @property
+    def projected(self) -> int:
+        return self.queries + 2 * self.keys + self.gate

@@ -4,8 +4,8 @@ They are what autograd stores for the backward. In units of e·C/t bytes per tok
 2, of the linear layers beside the last one of the mixer 1 + 1 + 4, of GELU 4, of two LayerScales 2. Without LayerScale
 it takes 2 less. What a mixer stores between its projections is its own fact (`tost_lm/mixers/*/facts.py`). In bytes per
 token there are also the norms' statistics 16 (RMSNorm 8), and the input of the last norm e·C. On a CPU, RMSNorm stores
-its input and the normalized input in float32, 8·C in place of e·C. A SwiGLU stores 4 tensors of its hidden channels, in
-place of 8.
+its input and the normalized input in float32, 8·C in place of e·C; a zero-centered one stores the normalized input
+everywhere, e·C more. A SwiGLU stores 4 tensors of its hidden channels, in place of 8.
 
 The residual stream is float32: where a block's or a branch's input is stored for recomputation, it takes 4·C/t.
 
@@ -118,10 +118,11 @@ def _mlp_tensors(config: PretrainConfig) -> tuple[int, int]:
 
 def _norm_bytes(config: PretrainConfig) -> float:
     """Bytes per token that a norm stores: its input, and the mean (not of RMSNorm) and deviation of its channels."""
-    return _norm_input_bytes(config) + (4 if config.model.norm == "rms" else 8)
+    return _norm_input_bytes(config) + (8 if config.model.norm == "layer" else 4)
 
 
 def _norm_input_bytes(config: PretrainConfig) -> float:
-    if config.model.norm == "rms" and config.run.device == "cpu":
-        return 8 * config.model.width  # float32, and normalized
-    return ELEMENT_BYTES[config.train.dtype] * config.model.width
+    norm, on_cpu, e = config.model.norm, config.run.device == "cpu", ELEMENT_BYTES[config.train.dtype]
+    read = 4 if on_cpu and norm != "layer" else e
+    normalized = {"layer": 0, "rms": 4 if on_cpu else 0, "rms-zero-centered": e}[norm]
+    return config.model.width * (read + normalized)

@@ -1,7 +1,7 @@
 """The adapter of a token mixer, and the mixer with drawn weights that the equalities are tested on."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from tost_lm.mixers.registry import mixer_class
 from tost_lm.model.config import ModelConfig
 from tost_lm.ops.layout import SequenceShard, SequenceSplit
-from tost_lm.ops.positions import SequenceInfo, rotary_cos_sin
+from tost_lm.ops.positions import SequenceInfo
 from tost_lm.torch_internals import pytree
 
 State = Any
@@ -242,10 +242,7 @@ def _call(
     if positions is not None:
         positions += [0] * (documents - len(positions))
     info = SequenceInfo.of(x_BTC[..., 0], positions, cu_seqlens, shard, output_state)
-    if config.rope_theta:
-        channels = config.width // config.heads
-        info = replace(info, rotary=rotary_cos_sin(info.position, channels, config.rope_theta, x_BTC.dtype))
-    y_BTC, layer_state = mixer(x_BTC, layer_state, info)
+    y_BTC, layer_state = mixer(x_BTC, layer_state, info.with_rotary(config.rotary, x_BTC.dtype))
     return y_BTC, (layer_state, torch.tensor(info.end_positions)) if output_state else None
 
 

@@ -1,6 +1,5 @@
 """The plan's bytes of activations beside those of the tensors that autograd saves in a block."""
 
-from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -10,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tost_lm.config import validate
 from tost_lm.model import TostLM
 from tost_lm.model.transforms import apply_activation_checkpointing
-from tost_lm.ops.positions import SequenceInfo, rotary_cos_sin
+from tost_lm.ops.positions import SequenceInfo
 from tost_lm.pretrain.plan.activations import activation_bytes_per_token
 from tost_lm.pretrain.settings import PretrainConfig
 
@@ -30,6 +29,9 @@ DTYPES: dict[str, tuple[torch.dtype, int]] = {"float32": (torch.float32, 4), "bf
         {"pattern": "A", "softmax": {"kv_heads": 2}},
         {"pattern": "A", "softmax": {"kv_heads": 1, "qk_norm": True}},
         {"pattern": "A", "softmax": {"rope_theta": 0.0, "qk_norm": True}},
+        {"pattern": "A", "softmax": {"kv_heads": 2, "gate": True, "head_size": 80, "rotary_fraction": 0.25}},
+        {"pattern": "A", "norm": "rms-zero-centered", "softmax": {"gate": True, "qk_norm": True, "window": 100}},
+        {"pattern": "A", "softmax": {"gate": True, "rope_theta": 0.0}},
         {"pattern": "A", "norm": "rms", "norm_after": "A", "softmax": {"kv_heads": 2, "qk_norm": "all-heads"}},
         {"pattern": "D", "norm_after": "D", "mlp": "swiglu", "mlp_hidden": 72, "layer_scale": 0.0},
     ],
@@ -57,11 +59,10 @@ def test_a_block_saves_the_planned_bytes(
         return x
 
     info = SequenceInfo.of(torch.zeros(B, T, dtype=torch.long), None, None, output_state=False)
-    if config.model.rope_theta:
-        info = replace(info, rotary=rotary_cos_sin(info.position, C // 4, config.model.rope_theta, torch_dtype))
-        weights |= {x.untyped_storage().data_ptr() for x in info.rotary or ()}
+    info = info.with_rotary(config.model.rotary, torch_dtype)
+    weights |= {x.untyped_storage().data_ptr() for x in info.rotary or ()}
     with saved_tensors_hooks(save, lambda x: x):
         lm.blocks[0](torch.randn(B, T, C, requires_grad=True), None, info)
-    last_norm = (8 if "norm" in model else element_bytes) * C
+    last_norm = {"layer": element_bytes, "rms": 8}.get(config.model.norm, 4 + element_bytes) * C
     planned = (activation_bytes_per_token(config) - last_norm) * B * T
     assert planned == pytest.approx(sum(storage.nbytes() for storage in saved.values()), rel=2e-3)
