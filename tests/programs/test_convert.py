@@ -210,8 +210,8 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     torch.save({**theirs, "config": Payload()}, tmp_path / "hostile.pt")
     (tmp_path / "text.pt").write_text("no checkpoint")
     write_checkpoint(tmp_path / "ours", model.config, model.state_dict(), CharacterTokenizer(b'"abc"'))
-    (tmp_path / "llama").mkdir()
-    (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "experts").mkdir()
+    (tmp_path / "experts/config.json").write_text('{"model_type": "qwen3_5_moe"}')
     (tmp_path / "hostile").mkdir()
     (tmp_path / "hostile/meta.pkl").write_bytes(pickle.dumps(Payload()))
     (tmp_path / "other").mkdir()
@@ -225,7 +225,8 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
         "text.pt": "damaged, or not a file of torch.save; copy it again",
         "ours": f"{neither} or, for a model folder, another convert.to",
         "nowhere": neither,
-        "llama/config.json": "unsupported model_type: 'llama'; give a model with 'gpt2' or 'olmo_hybrid'",
+        "experts/config.json": "unsupported model_type: 'qwen3_5_moe'; give a model with one of "
+        "gpt2, llama, qwen3, qwen3_5_text, qwen3_5, olmo_hybrid",
     }
     for source, problem in problems.items():
         path = source.removesuffix("/config.json")

@@ -1,6 +1,7 @@
-"""An OLMo-Hybrid folder as users have it: converted, trained in tiles on sequence ranks, returned to transformers."""
+"""Folders of public hybrids as users have them: converted, trained in tiles on sequence ranks, written back."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import tost_lm
 from tost_lm.testing import FLOAT32_REORDERED, assert_close
 
 transformers = pytest.importorskip("transformers")
-olmo_hybrid = pytest.importorskip("transformers.models.olmo_hybrid.modeling_olmo_hybrid")
 
+KINDS = {"Olmo": ("OLMo-Hybrid", "olmo-hybrid", 1 << 20), "Qwen": ("Qwen3.5", "qwen3-5", 32768)}
+"""Name, word of convert.to, and positions after training."""
 TRAINED = [
-    "data.folder=shards", "data.packing=best-fit", "train.initial_weights=models/olmo", "train.steps=3",
-    "train.seq_len=96", "train.global_batch_size=2", "train.micro_batch_size=1", "optim.lr=1e-3", "optim.min_lr=1e-4",
+    "data.folder=shards", "data.packing=best-fit", "train.steps=3", "train.seq_len=96",
+    "train.global_batch_size=2", "train.micro_batch_size=1", "optim.lr=1e-3", "optim.min_lr=1e-4",
     "validation.every=3", "validation.sequences=2",
 ]  # fmt: skip
 
@@ -32,15 +34,19 @@ def metrics(workplace: Path, name: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a folder `Olmo` of transformers, the model folder that it becomes, and shards of its tokenizer."""
-    folder = tmp_path_factory.mktemp("olmo")
+    """With folders `Olmo` and `Qwen` of transformers, the model folders that they become, and shards of their
+    tokenizer."""
+    folder = tmp_path_factory.mktemp("hybrids")
     write_olmo_hybrid(folder / "Olmo")
+    write_qwen3_5(folder / "Qwen")
     (folder / "texts").mkdir()
     for number in range(40):
         (folder / f"texts/{number}.txt").write_text("\n".join(TEXTS[number % 7 :]))
     (folder / "empty.toml").touch()
-    printed = run("tost convert", "Olmo", "convert.folder=models/olmo", cwd=folder)
-    assert printed.startswith("Olmo: 4 layers, pattern DDDA: D gated delta rule, linear in time, A softmax attention; ")
+    for name in KINDS:
+        printed = run("tost convert", name, f"convert.folder=models/{name}", cwd=folder)
+        kinds = "pattern DDDA: D gated delta rule, linear in time, A softmax attention; "
+        assert printed.startswith(f"{name}: 4 layers, {kinds}")
     words = ["corpus.source=texts", "corpus.valid_fraction=0.2", "shards.folder=shards", "tokenizer.kind=hf"]
     words += ["tokenizer.path=Olmo/tokenizer.json", "tokenizer.eot_token=<|endoftext|>"]
     run("tost prepare shards", *words, cwd=folder)
@@ -48,53 +54,55 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad(), run_in_torch(olmo_hybrid, torch.float32):
+    module = sys.modules[type(model).__module__]
+    with torch.no_grad(), run_in_torch(module, torch.float32):
         return model.eval()(torch.arange(60)[None] * 6).logits
 
 
-def test_the_model_folder_has_its_logits_tokenizer_and_source(workplace: Path):
-    theirs = logits(transformers.OlmoHybridForCausalLM.from_pretrained(workplace / "Olmo"))
-    for name in ("models/olmo", "Olmo"):
-        assert_close(logits(tost_lm.load(workplace / name)), theirs, FLOAT32_REORDERED)
-        assert tost_lm.load_tokenizer(workplace / name).vocab_size == 400
-    run("tost convert", "models/olmo", "convert.folder=same", "convert.to=olmo-hybrid", cwd=workplace)
-    read, same = (
-        transformers.OlmoHybridConfig.from_pretrained(workplace / name).to_dict() for name in ("Olmo", "same")
-    )
+@pytest.mark.parametrize("name", KINDS)
+def test_the_model_folder_has_its_logits_tokenizer_and_source(workplace: Path, name: str):
+    theirs, (title, to, _) = logits(transformers.AutoModelForCausalLM.from_pretrained(workplace / name)), KINDS[name]
+    for folder in (f"models/{name}", name):
+        assert_close(logits(tost_lm.load(workplace / folder)), theirs, FLOAT32_REORDERED)
+        assert tost_lm.load_tokenizer(workplace / folder).vocab_size == 400
+    run("tost convert", f"models/{name}", f"convert.folder=same/{name}", f"convert.to={to}", cwd=workplace)
+    read, same = (transformers.AutoConfig.from_pretrained(workplace / x).to_dict() for x in (name, f"same/{name}"))
     assert {**same, "_name_or_path": read["_name_or_path"]} == read
-    card = (workplace / "models/olmo/README.md").read_text()
-    assert "| converted from | Olmo, OLMo-Hybrid of the Hugging Face library |" in card
+    card = (workplace / f"models/{name}/README.md").read_text()
+    assert f"| converted from | {name}, {title} of the Hugging Face library |" in card
 
 
 @pytest.mark.slow
 def test_hybrids_of_transformers_retrieve_on_this_device(workplace: Path):
     """Without a GPU, too, where the kernels of fla-core that transformers chooses do not run."""
-    write_qwen3_5(workplace / "Qwen")
     (workplace / "text.txt").write_text("\n".join(TEXTS))
     words = ["needle", "needle.haystack=text.txt", "needle.lengths=[300]", "needle.samples=3", "needle.depths=[0.5]"]
     nats = {}
-    for name in ("Qwen", "Olmo", "models/olmo"):
+    for name in (*KINDS, *(f"models/{name}" for name in KINDS)):
         run("tost eval", name, *words, cwd=workplace)
         (cell,) = json.loads((workplace / name / "eval/needle@words/results.json").read_text())["cells"]
         nats[name] = cell["answer_nats"]
-    assert 0 < nats["Qwen"] < 100
-    assert nats["Olmo"] == pytest.approx(nats["models/olmo"], rel=FLOAT32_REORDERED)
+    for name in KINDS:
+        assert nats[name] == pytest.approx(nats[f"models/{name}"], rel=FLOAT32_REORDERED)
 
 
 @pytest.mark.slow
-def test_training_in_tiles_on_sequence_ranks_is_that_of_one_process(workplace: Path):
-    run("tost train", "empty.toml", *TRAINED, "run.name=whole", cwd=workplace)
-    tiles = ["run.name=tiles", "memory.tile_tokens=32", "parallel.sequence=2"]
-    said = run("tost train", "empty.toml", *TRAINED, *tiles, cwd=workplace, ranks=2)
+@pytest.mark.parametrize("name", KINDS)
+def test_training_in_tiles_on_sequence_ranks_is_that_of_one_process(workplace: Path, name: str):
+    words, (_, to, positions), back = [*TRAINED, f"train.initial_weights=models/{name}"], KINDS[name], f"back/{name}"
+    run("tost train", "empty.toml", *words, f"run.name=whole_{name}", cwd=workplace)
+    tiles = [f"run.name=tiles_{name}", "memory.tile_tokens=32", "parallel.sequence=2"]
+    said = run("tost train", "empty.toml", *words, *tiles, cwd=workplace, ranks=2)
     assert "exactly in 3 tiles of 32 tokens" in said
-    assert metrics(workplace, "tiles") == pytest.approx(metrics(workplace, "whole"), rel=FLOAT32_REORDERED)
+    whole = metrics(workplace, f"whole_{name}")
+    assert metrics(workplace, f"tiles_{name}") == pytest.approx(whole, rel=FLOAT32_REORDERED)
 
-    run("tost convert", "runs/tiles", "convert.folder=back", "convert.to=olmo-hybrid", cwd=workplace)
-    back, found = transformers.OlmoHybridForCausalLM.from_pretrained(workplace / "back", output_loading_info=True)
+    run("tost convert", f"runs/tiles_{name}", f"convert.folder={back}", f"convert.to={to}", cwd=workplace)
+    back, found = transformers.AutoModelForCausalLM.from_pretrained(workplace / back, output_loading_info=True)
     assert not any(found.values()), found
-    assert_close(logits(back), logits(tost_lm.load(workplace / "runs/tiles")), FLOAT32_REORDERED)
-    assert back.config.max_position_embeddings == 1 << 20
-    tokenizer = transformers.AutoTokenizer.from_pretrained(workplace / "back")
+    assert_close(logits(back), logits(tost_lm.load(workplace / f"runs/tiles_{name}")), FLOAT32_REORDERED)
+    assert back.config.max_position_embeddings == positions
+    tokenizer = transformers.AutoTokenizer.from_pretrained(workplace / f"back/{name}")
     assert tokenizer.decode(tokenizer("Page 3. They say")["input_ids"]) == "Page 3. They say"
     assert tokenizer.eos_token_id == back.config.eos_token_id == 1
 
@@ -111,7 +119,13 @@ def test_nothing_is_scored_where_the_tokenizer_loses_text(tmp_path: Path):
     run("tost prepare shards", *words, "tokenizer.eot_token=<|endoftext|>", cwd=tmp_path)
     before = snapshot(tmp_path)
     lambada = ["lambada_openai@lm-eval", "sets.lambada_openai=texts.jsonl"]
-    in_training = [*TRAINED, "run.name=new", "evaluation.every=1", 'evaluation.tasks=["lambada_openai@lm-eval"]']
+    in_training = [
+        *TRAINED,
+        "run.name=new",
+        "train.initial_weights=models/olmo",
+        "evaluation.every=1",
+        'evaluation.tasks=["lambada_openai@lm-eval"]',
+    ]
     for program, *words in (
         ["tost eval", "models/olmo", "text", "text.file=text.txt"],
         ["tost eval", "models/olmo", *lambada],
@@ -126,7 +140,7 @@ def test_nothing_is_scored_where_the_tokenizer_loses_text(tmp_path: Path):
 
 def test_mistakes_are_named(workplace: Path, tmp_path: Path):
     before = snapshot(workplace)
-    tensor = [*TRAINED, "run.name=new", "parallel.tensor=2"]
+    tensor = [*TRAINED, "run.name=new", "parallel.tensor=2", "train.initial_weights=models/Olmo"]
     printed = refusal("tost train", "empty.toml", *tensor, cwd=workplace)
     assert "tensor ranks cannot split softmax.qk_norm all-heads; set parallel.tensor=1 and use" in printed
     words = [*TRAINED, "run.name=new", "train.initial_weights=nowhere"]

@@ -1,24 +1,26 @@
-"""Convert models of the released code, GPT-2 and OLMo-Hybrid to model folders, and models back.
+"""Convert models of the released code and of the Hugging Face library to model folders, and models back.
 
     tost convert ckpt.pt convert.folder=models/tost convert.tokenizer=gpt2_bpe
     tost convert gpt2 convert.folder=models/gpt2
     tost convert Olmo-Hybrid-7B convert.folder=models/olmo
     tost convert tost_cab_small_12_p16.pth convert.folder=models/vision
     tost convert runs/base convert.folder=models/theirs convert.to=authors
-    tost convert runs/longer convert.folder=models/longer convert.to=olmo-hybrid
+    tost convert runs/longer convert.folder=models/longer convert.to=olmo-hybrid convert.like=Olmo-Hybrid-7B
     tost convert runs/base convert.folder=models/mean convert.mean_of=5
 
 The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, a checkpoint of the released
-vision code, or a folder of the Hugging Face library with GPT-2 or OLMo-Hybrid. The result is a model folder, which
-every program reads. It also has the optimizer's moments and the number of updates of a ckpt.pt. Its model card,
-README.md, names the source. Logits stay the same up to rounding. A checkpoint that would run code is refused. Of an
-image classifier only the weights are read; it has no tokenizer and no model card.
+vision code, or a folder of the Hugging Face library with GPT-2, Llama, Qwen3, Qwen3.5 or OLMo-Hybrid. The result is a
+model folder, which every program reads. It also has the optimizer's moments and the number of updates of a ckpt.pt. Its
+model card, README.md, names the source. Logits stay the same up to rounding. A checkpoint that would run code is
+refused. Of an image classifier only the weights are read; it has no tokenizer and no model card.
 
 With convert.to=authors the source is a run folder (its newest valid checkpoint), a step folder or an export. Their
 train.py resumes and evaluates the result (init_from=resume); the optimizer's moments start from zero there. Their
-sample.py imports another model file and cannot sample from any ToST checkpoint: use `tost generate`. With
-convert.to=olmo-hybrid the result is a folder that OlmoHybridForCausalLM.from_pretrained reads, with the tokenizer if it
-came from a tokenizer.json. The model must have the form of OLMo-Hybrid, at any size.
+sample.py imports another model file and cannot sample from any ToST checkpoint: use `tost generate`. With the name of a
+form of the Hugging Face library (convert.to=llama, …) the result is a folder that its from_pretrained reads, with the
+tokenizer if it came from a tokenizer.json. The model must have this form, at any size. With convert.like=FOLDER, where
+FOLDER is the model that was first converted, the files of its tokenizer, its chat template, its other settings and the
+dtypes of its weights are kept.
 
 With convert.mean_of=N the source is a run folder, and the weights are the mean of those of its newest N valid
 checkpoints.
@@ -44,7 +46,9 @@ class ConversionConfig(Section):
     folder: Path
     """New folder for the result: a model folder, or with `to=authors` one with a ckpt.pt."""
     to: Target = "ours"
-    """`ours`: to a model folder. From a run or a model: `authors`: to a ckpt.pt; `olmo-hybrid`: to OLMo-Hybrid."""
+    """`ours`: to a model folder. From a run or model: `authors`: to a ckpt.pt; others: to the Hugging Face library."""
+    like: Path | None = None
+    """Folder of the Hugging Face library whose tokenizer the model has, and whose other files and settings are kept."""
     tokenizer: Path | None = None
     """Folder with encoder.json and vocab.bpe, tokenizer.model or meta.pkl; default: the source's, or else GPT-2's."""
 
@@ -59,6 +63,8 @@ class ConversionConfig(Section):
             )
         if self.to != "ours" and self.tokenizer:
             raise ValueError(f"convert.tokenizer {self.tokenizer}: only for convert.to=ours; leave it out")
+        if self.like and self.to in ("ours", "authors"):
+            raise ValueError(f"convert.like {self.like}: only for forms of the Hugging Face library; set convert.to")
         return self
 
 
@@ -204,7 +210,7 @@ def _from_ours(source: Path, conversion: ConversionConfig) -> list[str]:
         write_authors(conversion.folder, to_released(StoredTensors(checkpoint, "model")))
         return [f"{checkpoint}: written to {conversion.folder / 'ckpt.pt'} for the released vision code"]
     written_by = import_module(f"tost_lm.interop.{conversion.to.replace('-', '_')}").FORMAT
-    return written_by.write(conversion.folder, checkpoint)
+    return written_by.write(conversion.folder, checkpoint, conversion.like)
 
 
 def run() -> NoReturn:

@@ -5,7 +5,7 @@ A new foreign format adds its module here and, if it is written, its word of `co
 
 from typing import Literal
 
-MODULES = ("authors", "gpt2", "olmo_hybrid")
+MODULES = ("authors", "gpt2", "llama", "qwen3", "qwen3_5", "olmo_hybrid")
 """Modules of this package, each with a `FORMAT`."""
-Target = Literal["ours", "authors", "olmo-hybrid"]
+Target = Literal["ours", "authors", "llama", "qwen3", "qwen3-5", "olmo-hybrid"]
 """`ours`, and modules whose format is also written, with hyphens."""

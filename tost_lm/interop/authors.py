@@ -205,7 +205,7 @@ def _number(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
-def _write(folder: Path, checkpoint: Path) -> list[str]:
+def _write(folder: Path, checkpoint: Path, _like: Path | None) -> list[str]:
     recorded = checkpoint / SETTINGS
     optim = validate(OptimConfig, read_toml(recorded)["optim"] if recorded.is_file() else {}, str(recorded))
     weights = StoredTensors(checkpoint, "model")
@@ -218,6 +218,4 @@ def _write(folder: Path, checkpoint: Path) -> list[str]:
     ]
 
 
-FORMAT = ForeignFormat(
-    "ckpt.pt of the released code (arXiv 2412.17810)", None, read_authors, lambda source: None, _write
-)
+FORMAT = ForeignFormat("ckpt.pt of the released code (arXiv 2412.17810)", (), read_authors, lambda source: None, _write)

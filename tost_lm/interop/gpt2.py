@@ -249,4 +249,4 @@ def _read_json(path: Path) -> dict[str, Any]:
     return tree
 
 
-FORMAT = ForeignFormat("GPT-2 of the Hugging Face library", "gpt2", read_gpt2, read_gpt2_tokenizer)
+FORMAT = ForeignFormat("GPT-2 of the Hugging Face library", ("gpt2",), read_gpt2, read_gpt2_tokenizer)

@@ -32,10 +32,11 @@ class ForeignFormat(NamedTuple):
 
     title: str
     """In model cards."""
-    model_type: str | None
-    """In config.json of a folder of the Hugging Face library; None: a file."""
+    model_types: tuple[str, ...]
+    """In config.json of a folder of the Hugging Face library; empty: a file."""
     read: Callable[[Path], ForeignModel]
     read_tokenizer: Callable[[Path], Tokenizer | None]
     """The tokenizer of a source; None if it has none."""
-    write: Callable[[Path, Path], list[str]] | None = None
-    """Write a new folder from a checkpoint folder of ours; returns lines to print."""
+    write: Callable[[Path, Path, Path | None], list[str]] | None = None
+    """Write a new folder from a checkpoint folder of ours, with other settings and files as in a third, if it is not
+    None; returns lines to print."""

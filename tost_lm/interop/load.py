@@ -26,7 +26,7 @@ def load(path: str | Path, device: str = "cpu") -> TostLM:
 
     Args:
         path: a run folder (its newest valid checkpoint), a step folder, an export, a folder that `tost_lm.interop.hf`
-            wrote, a ckpt.pt of the released code, or a folder with GPT-2 or OLMo-Hybrid.
+            wrote, a ckpt.pt of the released code, or a folder of the Hugging Face library.
 
     Raises:
         CheckpointError: no such model, or a file is damaged.
@@ -38,7 +38,7 @@ def load(path: str | Path, device: str = "cpu") -> TostLM:
     found = foreign.read(Path(path))
     with torch.device("meta"):
         model = TostLM(found.config)
-    model.to_empty(device="cpu").load_state_dict(found.weights)
+    model.load_state_dict(found.weights, assign=True)
     return model.to(device).eval()
 
 
@@ -73,10 +73,10 @@ def foreign_format(source: Path) -> ForeignFormat | None:
         return None
     kind = None if is_file else read_settings(source).get("model_type", "gpt2")
     formats = [import_module(f"tost_lm.interop.{name}").FORMAT for name in MODULES]
-    if found := [one for one in formats if one.model_type == kind]:
+    if found := [one for one in formats if (kind in one.model_types if kind else not one.model_types)]:
         return found[0]
-    known = " or ".join(repr(one.model_type) for one in formats if one.model_type)
-    raise CheckpointError(f"{source / CONFIG}: unsupported model_type: {kind!r}; give a model with {known}")
+    known = ", ".join(name for one in formats for name in one.model_types)
+    raise CheckpointError(f"{source / CONFIG}: unsupported model_type: {kind!r}; give a model with one of {known}")
 
 
 def read_tokenizer_folder(folder: Path) -> Tokenizer:

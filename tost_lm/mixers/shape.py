@@ -12,11 +12,11 @@ class Rotary(NamedTuple):
     """The rotary embedding whose angles a mixer reads."""
 
     channels: int
-    """Of a head."""
+    """Rotated channels of a head."""
     theta: float
     """The base."""
     scaling_factor: float = 1.0
-    """Of Llama 3's scaling; 1: none."""
+    """The factor of Llama 3's scaling; 1: none."""
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ class Sizes(NamedTuple):
 
     head: int
     queries: int
-    """Of all heads."""
+    """Those of all heads."""
     keys: int
-    """Of all heads; the values have as many."""
+    """Those of all heads; the values have as many."""
     gate: int
 
     @classmethod

@@ -1,0 +1,364 @@
+"""Public forms: logits, states and decoding equal to transformers in float64, folders read and written back.
+
+Models are small, with drawn weights.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_tokenizers import EOT, byte_level
+from public_layers import run_in_torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import tost_lm
+from tost_lm.config import validate
+from tost_lm.data.tokenizers import CharacterTokenizer
+from tost_lm.errors import CheckpointError, ConfigError, DataError
+from tost_lm.inference.hugging_face import find_evaluated
+from tost_lm.interop.llama import LLAMA
+from tost_lm.interop.olmo_hybrid import OLMO_HYBRID
+from tost_lm.interop.public_form import PublicForm, read_their_tokenizer
+from tost_lm.interop.qwen3 import QWEN3
+from tost_lm.interop.qwen3_5 import QWEN3_5
+from tost_lm.mixers.delta.layer import DeltaMixer
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.testing import assert_as_accurate
+
+transformers = pytest.importorskip("transformers")
+
+WIDTH, VOCAB = 32, 64
+SCALED = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+MODELS: dict[str, tuple[PublicForm, dict[str, Any]]] = {
+    "SmolLM2": (LLAMA, {"num_attention_heads": 2, "num_hidden_layers": 3, "tie_word_embeddings": True}),
+    "Llama 3": (LLAMA, {**GROUPED, "rope_parameters": SCALED, "head_dim": 24, "rms_norm_eps": 1e-3}),
+    "Qwen3": (QWEN3, {**GROUPED, "head_dim": 12, "max_window_layers": 0}),
+    "Qwen3.5": (QWEN3_5, {
+        "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 24, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 5, "linear_value_head_dim": 7, "rms_norm_eps": 1e-4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+                            "mrope_section": [1, 1, 1], "mrope_interleaved": True},
+    }),
+    "Qwen3.5 without positions": (QWEN3_5, {
+        "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.0},
+    }),
+    "OLMo-Hybrid": (OLMO_HYBRID, {"rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+    "OLMo-Hybrid, rotary, grouped heads": (OLMO_HYBRID, {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5,
+        "linear_value_head_dim": 7, "linear_allow_neg_eigval": False, "rms_norm_eps": 1e-3,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+    }),
+    "OLMo-Hybrid, tied": (OLMO_HYBRID, {"tie_word_embeddings": True, "num_hidden_layers": 2}),
+}  # fmt: skip
+STEPS, ROWS, TOKENS = 10, 2, 101
+FACTORS = {"float32": 8, "bfloat16": 3}
+"""k of ‖ours − truth‖ ≤ k · ‖theirs − truth‖ for the losses of all steps; truth is theirs in float64. Weights are
+float32, and for bfloat16 both models run under autocast. In 12 draws of weights, the ratio was at most 2.6 and 1.9.
+"""
+
+
+@contextmanager
+def run_theirs(kind: str, dtype: torch.dtype) -> Iterator[Any]:
+    """The layers of a form run in PyTorch, and for float64 in float64 throughout, their rotary embedding too."""
+    form = MODELS[kind][0]
+    name = form.model_types[0].removesuffix("_text")
+    module = import_module(f"transformers.models.{name}.modeling_{name}")
+    with ExitStack() as stack:
+        stack.enter_context(run_in_torch(module, dtype))
+        if dtype == torch.float64:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(import_module("transformers.modeling_rope_utils"), "torch", module.torch)
+        yield module
+
+
+def build_theirs(kind: str = "OLMo-Hybrid", dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(4)
+    form, settings = MODELS[kind]
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 2, **settings}
+    config = getattr(transformers, form.config_class)(
+        hidden_size=WIDTH, intermediate_size=256, vocab_size=VOCAB, bos_token_id=None, pad_token_id=None,
+        eos_token_id=3, **sizes,
+    )  # fmt: skip
+    model = getattr(transformers, form.model_class)(config)
+    if model.model.rotary_emb is not None:
+        with run_theirs(kind, dtype):
+            model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)
+    return model.to(dtype).eval()
+
+
+def build_ours(kind: str, theirs: Any) -> TostLM:
+    form = MODELS[kind][0]
+    config = form.our_settings(theirs.config, Path("config.json"))
+    model = TostLM(config).to(theirs.dtype).eval()
+    model.load_state_dict(form.our_weights(config, theirs.state_dict()))
+    return model
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", MODELS)
+@torch.no_grad()
+def test_logits_and_decoded_tokens_are_those_of_transformers(kind: str):
+    theirs = build_theirs(kind, torch.float64)
+    ours, tokens_BT = build_ours(kind, theirs), torch.randint(VOCAB, (2, 90))
+    with run_theirs(kind, torch.float64):
+        expected_BTV = theirs(tokens_BT).logits
+        cached = theirs.generate(tokens_BT[:, :70], max_new_tokens=20, do_sample=False, eos_token_id=None)
+    torch.testing.assert_close(ours(tokens_BT).logits, expected_BTV, rtol=1e-10, atol=1e-10)
+    output = ours(tokens_BT[:, :70])
+    for t in range(70, 90):
+        torch.testing.assert_close(output.logits[:, -1], expected_BTV[:, t - 1], rtol=1e-10, atol=1e-10)
+        output = ours(tokens_BT[:, t : t + 1], state=output.state)
+    output, generated = ours(tokens_BT[:, :70]), [tokens_BT[:, :70]]
+    for _ in range(20):
+        generated.append(output.logits[:, -1:].argmax(-1))
+        output = ours(generated[-1], state=output.state)
+    assert torch.equal(torch.cat(generated, 1), cached)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@torch.no_grad()
+def test_documents_cut_anywhere_are_those_of_transformers(kind: str):
+    """Packed documents in two calls, the second of which begins within a document."""
+    theirs = build_theirs(kind, torch.float64)
+    ours, tokens_1T, ends = build_ours(kind, theirs), torch.randint(VOCAB, (1, 90)), [0, 1, 34, 37, 90]
+    with run_theirs(kind, torch.float64):
+        documents = [tokens_1T[:, begin:end] for begin, end in pairwise(ends)]
+        expected_1TV = torch.cat([theirs(document).logits for document in documents], 1)
+    for cut in (2, 33, 36, 55):
+        first = ours(
+            tokens_1T[:, :cut], cu_seqlens=torch.tensor([e for e in ends if e < cut] + [cut]), output_state="last"
+        )
+        rest = torch.tensor([0, *(end - cut for end in ends if end > cut)])
+        second = ours(tokens_1T[:, cut:], state=first.state, cu_seqlens=rest)
+        both = torch.cat([first.logits, second.logits], 1)
+        torch.testing.assert_close(both, expected_1TV, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@torch.no_grad()
+def test_float32_is_as_accurate_as_that_of_transformers(kind: str):
+    logits, tokens_BT = {}, torch.randint(VOCAB, (2, 90))
+    for dtype in (torch.float32, torch.float64):
+        theirs = build_theirs(kind, dtype)
+        with run_theirs(kind, dtype):
+            logits[dtype] = theirs(tokens_BT).logits
+    ours = build_ours(kind, build_theirs(kind))(tokens_BT).logits
+    assert_as_accurate(ours, logits[torch.float32], logits[torch.float64], kind, 2)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_written_back_is_equal(tmp_path: Path, kind: str):
+    form, folder = MODELS[kind][0], tmp_path / "theirs"
+    theirs = build_theirs(kind).to(torch.bfloat16)
+    theirs.model.norm.float()
+    theirs.config.eos_token_id = theirs.generation_config.eos_token_id = [byte_level().token_to_id(EOT), 5]
+    theirs.save_pretrained(folder)
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token=EOT)
+    wrapped.chat_template = "{{ messages }}"
+    wrapped.save_pretrained(folder)
+    tokenizer = read_their_tokenizer(folder)
+    assert tokenizer is not None
+    config, weights, *_ = form.read(folder)
+    form.write(tmp_path / "back", config, weights, tokenizer, as_read=True, like=folder)
+    _, found = getattr(transformers, form.model_class).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(found.values()), found
+    assert_equal_bits(load_file(tmp_path / "back/model.safetensors"), load_file(folder / "model.safetensors"))
+    written = {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir() if path.suffix != ".safetensors"}
+    assert written == {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".safetensors"}
+
+
+def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=0, msg=name)
+
+
+def test_the_text_part_of_a_model_of_images_is_read(tmp_path: Path):
+    text = build_theirs("Qwen3.5")
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": WIDTH}
+    config = transformers.Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision)
+    whole = transformers.Qwen3_5ForConditionalGeneration(config)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen3_5"
+    assert_equal_bits(dict(tost_lm.load(tmp_path).state_dict()), dict(build_ours("Qwen3.5", text).state_dict()))
+
+
+def test_a_folder_with_another_tokenizer_is_not_kept(tmp_path: Path):
+    theirs = build_theirs("SmolLM2")
+    theirs.save_pretrained(tmp_path / "theirs")
+    config, weights, *_ = LLAMA.read(tmp_path / "theirs")
+    with pytest.raises(DataError, match=r"theirs: its tokenizer\.json is not the model's; give the folder"):
+        LLAMA.write(tmp_path / "back", config, weights, CharacterTokenizer(b'"ab"'), like=tmp_path / "theirs")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "written"), [("OLMo-Hybrid", [1 << 20, 1 << 21]), ("OLMo-Hybrid, rotary, grouped heads", [64, 1 << 21])]
+)
+def test_only_rotary_positions_of_a_trained_model_are_limited(tmp_path: Path, kind: str, written: list[int]):
+    theirs = build_theirs(kind)
+    for trained, positions in zip((64, 1 << 21), written, strict=True):
+        theirs.config.max_position_embeddings = trained
+        config = OLMO_HYBRID.our_settings(theirs.config, Path("config.json"))
+        assert (
+            OLMO_HYBRID.their_settings(config, 3, as_read=True).max_position_embeddings
+            == config.context_length
+            == trained
+        )
+        assert OLMO_HYBRID.their_settings(config, 3).max_position_embeddings == positions
+    theirs.save_pretrained(tmp_path)
+    limit = None if kind == "OLMo-Hybrid" else 1 << 21
+    assert find_evaluated(tmp_path).load("cpu").config == (1 << 21, "olmo_hybrid", limit, None)
+
+
+def change(folder: Path, **settings: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"hidden_act": "gelu"}, r"config\.json: unsupported hidden_act: 'gelu'; give a model with 'silu'$"),
+        ({"attention_bias": True}, r"unsupported attention_bias: True; give a model with False$"),
+        ({"linear_conv_kernel_dim": 3}, r"unsupported linear_conv_kernel_dim: 3; give a model with 4$"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, r"rope_type: 'linear'; give"),
+        ({"hidden_size": "32"}, r"config\.json: transformers rejects it: .*hidden_size.*; correct it$"),
+        ({"_attn_implementation": "publisher/kernel"}, r"unsupported _attn_implementation, for .*: publisher/kernel;"),
+        ({"layer_types": ["linear_attention"] * 4}, r"rejects it: .*; correct it$"),
+        ({"intermediate_size": 80}, r"transformers cannot read it: .*; copy it again$"),
+        ({"num_hidden_layers": 5, "layer_types": None}, r"missing weights: .* and 13 more; copy it again$"),
+        ({"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}, r"missing weights: .*; copy"),
+    ],
+)  # fmt: skip
+def test_other_models_are_refused_in_one_line(tmp_path: Path, settings: dict[str, Any], problem: str):
+    build_theirs().save_pretrained(tmp_path)
+    change(tmp_path, **settings)
+    with pytest.raises((CheckpointError, ConfigError), match=problem) as error:
+        OLMO_HYBRID.read(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_strange_and_damaged_weights_are_named(tmp_path: Path):
+    build_theirs().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"model.strange.weight": torch.ones(2)}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"unexpected weights: model\.strange\.weight; copy it again$"):
+        tost_lm.load(tmp_path)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"transformers cannot read it: .*; copy it again$"):
+        tost_lm.load(tmp_path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"transformers cannot read it: .*; copy it again$"):
+        tost_lm.load(tmp_path)
+
+
+def test_a_model_of_another_form_is_not_written(tmp_path: Path):
+    tree = {"preset": "delta-350m", "layers": 4, "width": 32, "heads": 2, "vocab_size": 64, "softmax": {"kv_heads": 2}}
+    tokenizer = CharacterTokenizer(b'"ab"')
+    with pytest.raises(ConfigError) as error:
+        OLMO_HYBRID.write(tmp_path / "new", validate(ModelConfig, tree, "test"), {}, tokenizer)
+    assert str(error.value).splitlines() == [
+        "model.norm_after '': OlmoHybridForCausalLM only has 'A'; this model cannot be converted",
+        "model.softmax.qk_norm True: OlmoHybridForCausalLM only has 'all-heads'; this model cannot be converted",
+    ]
+    assert not (tmp_path / "new").exists()
+
+
+def batches() -> Tensor:
+    """[STEPS, ROWS, TOKENS]: six words of five tokens in any order, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(VOCAB, (6, 5), generator=generator)
+    order = torch.randint(len(words), (STEPS, ROWS, TOKENS // 5 + 1), generator=generator)
+    return words[order].flatten(2)[..., :TOKENS]
+
+
+def trained(model: nn.Module, loss_of: Callable[[Tensor], Tensor], autocast: bool) -> Tensor:
+    """The loss of each step."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
+    for tokens_BT in batches():
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            loss = loss_of(tokens_BT)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+Trained = tuple[Tensor, dict[str, Tensor]]
+"""Losses, and our weights after the last step."""
+
+
+def train_theirs(dtype: torch.dtype, autocast: bool = False, kind: str = "OLMo-Hybrid") -> Trained:
+    model = build_theirs(kind, dtype).train()
+    with run_theirs(kind, dtype):
+        losses = trained(model, lambda tokens_BT: model(tokens_BT, labels=tokens_BT).loss, autocast)
+    return losses, build_ours(kind, model).state_dict()
+
+
+def train_ours(dtype: torch.dtype, autocast: bool = False, kind: str = "OLMo-Hybrid") -> Trained:
+    model = build_ours(kind, build_theirs(kind, dtype)).train()
+    loss_of = lambda tokens_BT: model(tokens_BT[:, :-1], tokens_BT[:, 1:], output_state=False).loss
+    return trained(model, loss_of, autocast), model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def truth() -> Trained:
+    """Theirs in float64."""
+    return train_theirs(torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["Llama 3", "Qwen3", "Qwen3.5", "OLMo-Hybrid"])
+def test_ten_steps_are_those_of_transformers_in_float64(kind: str):
+    expected, their_weights = train_theirs(torch.float64, kind=kind)
+    assert expected[-1] < expected[0] - 1, "too little was learned"
+    losses, weights = train_ours(torch.float64, kind=kind)
+    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(weights, their_weights, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("precision", FACTORS)
+def test_ten_steps_are_as_accurate_as_those_of_transformers(precision: str, truth: Trained):
+    autocast = precision == "bfloat16"
+    (theirs, _), (ours, _) = train_theirs(torch.float32, autocast), train_ours(torch.float32, autocast)
+    assert_as_accurate(ours, theirs, truth[0], precision, FACTORS[precision])
+
+
+def without_gradient(log_decay: Tensor) -> Tensor:
+    return log_decay.detach()
+
+
+@pytest.mark.parametrize(("precision", "error"), [("float32", without_gradient), ("bfloat16", torch.zeros_like)])
+def test_an_error_is_found(
+    precision: str, error: Callable[[Tensor], Tensor], truth: Trained, monkeypatch: pytest.MonkeyPatch
+):
+    """A decay without a gradient, and for bfloat16, whose rounding hides that, no decay."""
+    rates = DeltaMixer.rates
+
+    def wrong_rates(self: DeltaMixer, step_BTH: Tensor, beta_BTH: Tensor) -> tuple[Tensor, Tensor]:
+        log_decay_BTH, beta_BTH = rates(self, step_BTH, beta_BTH)
+        return error(log_decay_BTH), beta_BTH
+
+    monkeypatch.setattr(DeltaMixer, "rates", wrong_rates)
+    with pytest.raises(AssertionError, match=f"{precision}: error"):
+        test_ten_steps_are_as_accurate_as_those_of_transformers(precision, truth)

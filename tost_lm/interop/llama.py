@@ -1,0 +1,9 @@
+"""Llama, the form of Llama 3, SmolLM2 and others: softmax attention with a rotary embedding."""
+
+from tost_lm.interop.public_form import ATTENTION, PublicForm
+
+LLAMA = PublicForm(
+    "Llama", ("llama",), "LlamaConfig", "LlamaForCausalLM",
+    blocks={"A": ATTENTION}, sizes={"softmax.head_size": "head_dim"},
+)  # fmt: skip
+FORMAT = LLAMA.format

@@ -1,0 +1,395 @@
+"""Models of the Hugging Face library, read and written with its own classes: what all of their forms share.
+
+A form, a module beside this one, names the classes, settings and weights. Weights and settings keep their values, so
+logits agree up to rounding, and a model that is read and written again is equal. Names, shards and ties of the weights
+are those of the library.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tost_lm.checkpointing.format import CONVERSION, StoredTensors, read_model_config
+from tost_lm.config import leaves, validate
+from tost_lm.data.tokenizers import HfTokenizer, Tokenizer, find_tokenizer, read_tokenizer
+from tost_lm.data.tokenizers.hf import hf_tokenizer
+from tost_lm.data.tokenizers.lossless import FORMS
+from tost_lm.errors import CheckpointError, ConfigError, DataError
+from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
+from tost_lm.inference.hugging_face import check_settings, transformers_library
+from tost_lm.interop.gpt2 import CONFIG, check_supported, listed, read_settings, weight_files
+from tost_lm.interop.interface import ForeignFormat, ForeignModel
+from tost_lm.mixers.delta.settings import CONV_TAPS
+from tost_lm.mixers.delta.settings import Sizes as DeltaSizes
+from tost_lm.mixers.softmax.settings import Sizes as SoftmaxSizes
+from tost_lm.model import ModelConfig
+from tost_lm.model.lm import parameter_shapes
+
+LETTERS = {"linear_attention": "D", "full_attention": "A"}
+SIZES = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "width": "hidden_size",
+    "vocab_size": "vocab_size",
+    "mlp_hidden": "intermediate_size",
+    "norm_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings",
+    "tied_head": "tie_word_embeddings",
+    "softmax.kv_heads": "num_key_value_heads",
+}
+"""Our settings, and theirs, of every form."""
+DELTA_SIZES = {
+    "delta.qk_heads": "linear_num_key_heads",
+    "delta.value_heads": "linear_num_value_heads",
+    "delta.qk_size": "linear_key_head_dim",
+    "delta.value_size": "linear_value_head_dim",
+}
+SETTINGS: dict[str, Any] = {
+    "positions": "none", "layer_scale": 0.0, "mlp": "swiglu", "norm": "rms", "norm_after": "", "bias": False,
+    "softmax.qk_norm": False, "softmax.window": 0, "softmax.gate": False, "softmax.rotary_fraction": 1.0,
+    "delta.beta_to_two": False, "delta.norm_epsilon": 1e-5,
+}  # fmt: skip
+"""Our settings of all models of a form, unless it names others."""
+FIXED: dict[str, Any] = {
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "linear_conv_kernel_dim": CONV_TAPS,
+}  # fmt: skip
+"""Their settings with one supported value."""
+SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Their settings of Llama 3's scaling, beside its factor."""
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
+"""By their names in safetensors; others become float32."""
+KEPT_FILES = ("*token*", "vocab.*", "merges.*", "chat_template.*", "generation_config.json")
+"""Files of tokenizer and generation beside a model."""
+UNLIMITED = 1 << 20
+"""Positions of a trained model without rotary embeddings. It reads any length, but other tools refuse longer texts, and
+some reserve memory for as many tokens."""
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MLP = {
+    "mlp.in_proj.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    "mlp.out_proj.weight": ["mlp.down_proj.weight"],
+}
+NORMS = {
+    "mixer_norm.weight": ["input_layernorm.weight"],
+    "mlp_norm.weight": ["post_attention_layernorm.weight"],
+}
+ATTENTION = {
+    "mixer.in_proj.weight": [f"self_attn.{name}_proj.weight" for name in "qkv"],
+    "mixer.out_proj.weight": ["self_attn.o_proj.weight"],
+    **NORMS,
+    **MLP,
+}
+QK_NORM = {f"mixer.{name}_norm.weight": [f"self_attn.{name}_norm.weight"] for name in "qk"}
+DELTA = {
+    "mixer.conv": ["linear_attn.conv1d.weight"],
+    "mixer.log_rate": ["linear_attn.A_log"],
+    "mixer.step_bias": ["linear_attn.dt_bias"],
+    **NORMS,
+    **MLP,
+}
+
+
+@dataclass(frozen=True)
+class PublicForm:
+    """A form of models of the Hugging Face library."""
+
+    title: str
+    model_types: tuple[str, ...]
+    """In config.json; those after the first are of models with more parts, whose text part is read."""
+    config_class: str
+    model_class: str
+    blocks: dict[str, dict[str, list[str]]]
+    """By letter, our parameters of a block, and theirs whose rows follow each other in it: see `_order`."""
+    sizes: dict[str, str] = field(default_factory=dict)
+    """Our settings, and theirs, beside SIZES."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Our settings of all of these models that differ from SETTINGS."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Their settings with one supported value, beside FIXED."""
+    partial_rotary: bool = False
+    """Whether the rotary embedding may rotate a part of each head."""
+    without_rotary: dict[str, Any] | None = None
+    """Their settings of the rotary embedding for none; None: each model has one."""
+
+    @property
+    def format(self) -> ForeignFormat:
+        title = f"{self.title} of the Hugging Face library"
+        return ForeignFormat(title, self.model_types, self.read, read_their_tokenizer, self._write)
+
+    def read(self, folder: Path) -> ForeignModel:
+        """The settings and the weights [float32, by our names] of a model in a folder.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or a setting is not supported.
+            ConfigError: its sizes are inconsistent, or transformers is not installed.
+        """
+        where, library = folder / CONFIG, transformers_library()
+        try:
+            stored, _ = library.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+            settings = getattr(library, self.config_class).from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # the library has none of its own
+            raise CheckpointError(f"{where}: transformers rejects it: {_first_line(error)}; correct it") from None
+        check_settings(stored, where)
+        config = self.our_settings(settings, where)
+        try:
+            model, found = getattr(library, self.model_class).from_pretrained(
+                folder, config=settings, dtype=torch.float32, output_loading_info=True, local_files_only=True
+            )
+        except Exception as error:
+            raise CheckpointError(
+                f"{folder}: transformers cannot read it: {_first_line(error)}; copy it again"
+            ) from None
+        for problem in ("missing", "unexpected"):
+            if names := sorted(found[f"{problem}_keys"]):
+                raise CheckpointError(f"{folder}: {problem} weights: {listed(names)}; copy it again")
+        theirs = model.state_dict()
+        del model  # so that each weight is in memory once
+        return ForeignModel(config, self.our_weights(config, theirs))
+
+    def write(
+        self, folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer, *,
+        as_read: bool = False, like: Path | None = None,
+    ) -> None:  # fmt: skip
+        """Write a folder that `from_pretrained` reads, complete or not at all.
+
+        The tokenizer is written if it came from a tokenizer.json.
+
+        Args:
+            as_read: the settings are those of a folder that was read, and none changes. Else a model without rotary
+                embeddings gets at least UNLIMITED positions.
+            like: a folder of a model with the same tokenizer. Its other settings, the dtype of each weight, and its
+                files of tokenizer and generation are kept.
+
+        Raises:
+            ConfigError: the library has no such model, with a line for each setting, or it is not installed.
+            CheckpointError: the folder cannot be written.
+            DataError: the tokenizer of `like` is another.
+        """
+        library = transformers_library()
+        theirs = self.their_settings(config, tokenizer.eot, as_read=as_read, like=like)
+        with torch.device("meta"):
+            model = getattr(library, self.model_class)(theirs)
+        files, dtypes = ([], {}) if like is None else (_files_of_tokenizer(like, tokenizer), _dtypes(like))
+        found, usual = self.their_weights(config, weights, model.state_dict()), theirs.dtype or torch.float32
+        model.load_state_dict({name: x.to(dtypes.get(name, usual)) for name, x in found.items()}, assign=True)
+        model.tie_weights()
+        try:
+            temporary = make_temp_folder(folder)
+            model.save_pretrained(temporary)
+            if isinstance(tokenizer, HfTokenizer) and like is None:
+                import tokenizers
+
+                pipeline = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json)
+                saved = library.PreTrainedTokenizerFast(tokenizer_object=pipeline, eos_token=tokenizer.eot_token)
+                saved.save_pretrained(temporary)
+            for path in files:
+                shutil.copyfile(path, temporary / path.name)
+            publish_folder(temporary, folder)
+        except Exception as error:
+            remove_temp_folder(folder)
+            raise CheckpointError(f"{folder}: cannot be written: {_first_line(error)}") from None
+
+    def our_settings(self, theirs: Any, where: Path) -> ModelConfig:
+        """Our settings of a model with a configuration of the library, which messages name as `where`.
+
+        Raises:
+            CheckpointError: one is not supported.
+            ConfigError: the sizes are inconsistent.
+        """
+        rope = theirs.rope_parameters or {}
+        kind = rope.get("rope_type", "default")
+        supported = {**FIXED, **self.fixed, **(SCALED if kind == "llama3" else {"rope_type": "default"})}
+        for name, value in supported.items():
+            if (given := rope.get(name, getattr(theirs, name, value))) != value:
+                raise CheckpointError(f"{where}: unsupported {name}: {given!r}; give a model with {value!r}")
+        kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * theirs.num_hidden_layers
+        if strange := set(kinds) - {kind for kind, letter in LETTERS.items() if letter in self.blocks}:
+            raise CheckpointError(f"{where}: unsupported layer_types: {min(strange)!r}; give a model without them")
+        letters = "".join(LETTERS[kind] for kind in kinds)
+        flat = {**SETTINGS, **self.settings, "pattern": _shortest_pattern(letters)}
+        flat |= {ours: getattr(theirs, name) for ours, name in self._sizes.items()}
+        theta, fraction = rope.get("rope_theta") or 0.0, rope.get("partial_rotary_factor", 1.0)
+        flat |= {"softmax.rope_theta": float(theta) if fraction else 0.0, "softmax.rotary_fraction": fraction or 1.0}
+        flat["softmax.rope_scaling_factor"] = float(rope["factor"]) if kind == "llama3" else 1.0
+        return validate(ModelConfig, _nested(flat), str(where))
+
+    def their_settings(self, config: ModelConfig, eot: int, *, as_read: bool = False, like: Path | None = None) -> Any:
+        """The configuration of a model whose documents end with the token `eot`; others as in `write`."""
+        ours = self._ours(config)
+        if not as_read and not config.softmax.rope_theta:
+            ours["context_length"] = max(config.context_length, UNLIMITED)
+        config_class = getattr(transformers_library(), self.config_class)
+        settings = {} if like is None else config_class.from_pretrained(like, local_files_only=True).to_dict()
+        ends = settings.get("eos_token_id")
+        if eot not in (ends if isinstance(ends, list) else [ends]):
+            settings |= {"bos_token_id": None, "eos_token_id": eot, "pad_token_id": None}
+        if "D" in self.blocks:
+            kinds = {letter: kind for kind, letter in LETTERS.items()}
+            settings["layer_types"] = [kinds[letter] for letter in config.letters]
+        of_images = {name: x for name, x in (settings.get("rope_parameters") or {}).items() if name.startswith("mrope")}
+        settings["rope_parameters"] = of_images | self._their_rotary(config)
+        return config_class(**settings | {theirs: ours[name] for name, theirs in self._sizes.items()})
+
+    def our_weights(self, config: ModelConfig, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights by our names, from those of the library's model, which are removed from `theirs`."""
+        shapes, found = parameter_shapes(config), {}
+        for ours, names, order in self._parameters(config):
+            parts = [theirs.pop(name) for name in names]
+            joined = (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(shapes[ours])
+            found[ours] = joined if order is None else joined[order]
+        return found
+
+    def their_weights(
+        self, config: ModelConfig, ours: Mapping[str, Tensor], like: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The weights by the names of the library's model, with shapes as in `like`, from ours."""
+        found: dict[str, Tensor] = {}
+        for name, names, order in self._parameters(config):
+            weight = ours[name] if order is None else ours[name][order.argsort()]
+            parts = weight.split([like[one].shape[0] for one in names])
+            found |= {one: part.reshape(like[one].shape).clone() for one, part in zip(names, parts, strict=True)}
+        return found | ({HEAD: found[EMBEDDING]} if config.tied_head else {})
+
+    @property
+    def _sizes(self) -> dict[str, str]:
+        return SIZES | self.sizes
+
+    def _ours(self, config: ModelConfig) -> dict[str, Any]:
+        """Our settings by their dotted names, without unset ones. Raises ConfigError as `write`."""
+        ours = dict(leaves(config.model_dump())) | {"mlp_hidden": config.mlp_width}
+        ours["softmax.kv_heads"] = config.softmax.kv_heads or config.heads
+        ours["softmax.head_size"] = SoftmaxSizes.of(config.shape_of("A")).head
+        ours |= zip(DELTA_SIZES, DeltaSizes.of(config.shape_of("D")), strict=True)
+        ours["pattern"] = "".join(sorted(set(config.pattern)))
+        supported = SETTINGS | {"softmax.head_size": config.width // config.heads} | self.settings
+        if self.partial_rotary or not config.softmax.rope_theta:
+            supported.pop("softmax.rotary_fraction")
+        if "D" not in self.blocks:
+            supported = {name: value for name, value in supported.items() if not name.startswith("delta.")}
+        of_theirs: dict[str, Any] = {}
+        for name, theirs in self._sizes.items():  # where two of ours are one of theirs, they are equal
+            supported[name] = of_theirs.setdefault(theirs, ours[name])
+        check_supported(ours, supported | {"pattern": "".join(sorted(self.blocks))}, self.model_class)
+        if self.without_rotary is None and not config.softmax.rope_theta:
+            raise ConfigError(
+                f"model.softmax.rope_theta 0: {self.model_class} always has a rotary embedding; this model cannot be "
+                "converted"
+            )
+        return ours
+
+    def _their_rotary(self, config: ModelConfig) -> dict[str, Any]:
+        own = config.softmax
+        rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": own.rope_theta}
+        if not own.rope_theta:
+            return rotary | (self.without_rotary or {})
+        if own.rope_scaling_factor != 1:
+            rotary |= {"rope_type": "llama3", "factor": own.rope_scaling_factor, **SCALED}
+        return rotary | ({"partial_rotary_factor": own.rotary_fraction} if self.partial_rotary else {})
+
+    def _parameters(self, config: ModelConfig) -> Iterator[tuple[str, list[str], Tensor | None]]:
+        """Each of our parameters, the names of theirs in it, and the order of their rows; None: as they are."""
+        ends = {"embedding.weight": [EMBEDDING], "norm.weight": ["model.norm.weight"]}
+        yield from ((ours, names, None) for ours, names in ends.items())
+        if not config.tied_head:
+            yield "head.weight", [HEAD], None
+        orders = {letter: _order(config, letter) for letter in self.blocks}
+        for n, letter in enumerate(config.letters):
+            for ours, names in self.blocks[letter].items():
+                yield f"blocks.{n}.{ours}", [f"model.layers.{n}.{name}" for name in names], orders[letter].get(ours)
+
+    def _write(self, folder: Path, checkpoint: Path, like: Path | None) -> list[str]:
+        config, path = read_model_config(checkpoint), find_tokenizer(checkpoint)
+        weights, as_read = dict(StoredTensors(checkpoint, "model")), (checkpoint / CONVERSION).is_file()
+        self.write(folder, config, weights, read_tokenizer(path), as_read=as_read, like=like)
+        written = f"{checkpoint}: written to {folder} for {self.model_class}.from_pretrained"
+        return [written, f"its ids are those of {path}"]
+
+
+def read_their_tokenizer(folder: Path) -> HfTokenizer | None:
+    """The tokenizer of a model folder, whose end-of-text token is the first of `eos_token_id`; None: it has none.
+
+    Raises:
+        ConfigError: transformers is not installed.
+        DataError: it is not lossless, or has no such token.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    settings = read_settings(folder)
+    eos = settings.get("eos_token_id", settings.get("text_config", {}).get("eos_token_id"))
+    eos = eos[0] if isinstance(eos, list) and eos else eos
+    transformers_library()  # with it come the tokenizers
+    import tokenizers
+
+    try:
+        token = tokenizers.Tokenizer.from_file(str(path)).id_to_token(eos) if isinstance(eos, int) else None
+    except Exception as error:  # the library has none of its own
+        raise DataError(f"{path}: damaged: {_first_line(error)}; copy it again") from None
+    if token is None:
+        raise DataError(f"{folder / CONFIG}: eos_token_id {eos} is no token of {path.name}; correct it")
+    return hf_tokenizer(path, token, FORMS[-1])
+
+
+def _files_of_tokenizer(like: Path, tokenizer: Tokenizer) -> list[Path]:
+    """The files of tokenizer, chat template and generation in a folder. Raises DataError: its tokenizer is another."""
+    whole = like / "tokenizer.json"
+    text = whole.read_text("utf-8") if whole.is_file() else None
+    if not isinstance(tokenizer, HfTokenizer) or text != tokenizer.tokenizer_json:
+        raise DataError(
+            f"convert.like {like}: its tokenizer.json is not the model's; give the folder that it came from"
+        )
+    return sorted({path for pattern in KEPT_FILES for path in like.glob(pattern) if path.is_file()})
+
+
+def _dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The dtypes of the weights in a folder, by their names there, which may not be those in the model."""
+    found = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: DTYPES.get(file.get_slice(name).get_dtype(), torch.float32) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def _order(config: ModelConfig, letter: str) -> dict[str, Tensor]:
+    """By parameter, which of their rows, one tensor after the other, are ours: in D layers those of each key head
+    follow each other, and the gates of A layers, which in theirs follow the queries of each head, are the last."""
+    if letter == "D":
+        h, H, K, V = DeltaSizes.of(config.shape_of("D"))
+        group = H // h
+        of_head = [K, K, group * V, group * V, group, group]
+        return {"mixer.in_proj.weight": _by_head(h, of_head), "mixer.conv": _by_head(h, of_head[:3])}
+    sizes = SoftmaxSizes.of(config.shape_of("A"))
+    if not sizes.gate:
+        return {}
+    queries, others = torch.arange(sizes.projected).split([2 * sizes.queries, 2 * sizes.keys])
+    query, gate = queries.unflatten(0, (-1, 2, sizes.head)).unbind(1)
+    return {"mixer.in_proj.weight": torch.cat([query.flatten(), others, gate.flatten()])}
+
+
+def _by_head(heads: int, sizes: list[int]) -> Tensor:
+    """The rows of tensors with `sizes` rows for each head, one head after the other."""
+    rows = torch.arange(heads * sum(sizes)).split([heads * size for size in sizes])
+    return torch.cat([x.unflatten(0, (heads, -1)) for x in rows], 1).flatten()
+
+
+def _shortest_pattern(letters: str) -> str:
+    lengths = (n for n in range(1, len(letters) + 1) if letters[:n] * (len(letters) // n) == letters)
+    return letters[: next(lengths)]
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        section, _, last = name.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[last] = value
+    return tree
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
