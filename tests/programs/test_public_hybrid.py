@@ -1,6 +1,7 @@
 """Folders of public hybrids as users have them: converted, trained in tiles on sequence ranks, written back."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,30 @@ from public_models import write_olmo_hybrid, write_qwen3_5
 from tokenizers import normalizers
 
 import tost_lm
+from tost_lm.interop.hf import TostForCausalLM
 from tost_lm.testing import FLOAT32_REORDERED, assert_close
 
 transformers = pytest.importorskip("transformers")
 
 KINDS = {"Olmo": ("OLMo-Hybrid", "olmo-hybrid", 1 << 20), "Qwen": ("Qwen3.5", "qwen3-5", 32768)}
-"""Name, word of convert.to, and positions after training."""
+"""Title, word of convert.to, and positions after training."""
 TRAINED = [
     "data.folder=shards", "data.packing=best-fit", "train.steps=3", "train.seq_len=96",
     "train.global_batch_size=2", "train.micro_batch_size=1", "optim.lr=1e-3", "optim.min_lr=1e-4",
     "validation.every=3", "validation.sequences=2",
 ]  # fmt: skip
+PROMPT, GENERATED = torch.arange(7)[None] * 11, [
+    {"max_new_tokens": 12, "do_sample": False, "num_beams": beams, "eos_token_id": None} for beams in (1, 3)
+]  # fmt: skip
+FRESH = """
+import json, sys
+sys.modules |= {"tost_lm": None, "fla": None}  # the kernels of fla-core do not run on a CPU
+import torch
+from transformers import AutoModelForCausalLM
+model, (prompt, generated) = AutoModelForCausalLM.from_pretrained(sys.argv[1]), json.loads(sys.argv[2])
+print(json.dumps([model.generate(torch.tensor(prompt), **options).tolist() for options in generated]))
+"""
+"""Generates without this package."""
 
 
 def metrics(workplace: Path, name: str) -> list[float]:
@@ -105,6 +119,12 @@ def test_training_in_tiles_on_sequence_ranks_is_that_of_one_process(workplace: P
     tokenizer = transformers.AutoTokenizer.from_pretrained(workplace / f"back/{name}")
     assert tokenizer.decode(tokenizer("Page 3. They say")["input_ids"]) == "Page 3. They say"
     assert tokenizer.eos_token_id == back.config.eos_token_id == 1
+    assert "library_name: transformers" in (workplace / f"back/{name}/README.md").read_text()
+    ours: Any = TostForCausalLM.from_run(workplace / f"runs/tiles_{name}")
+    expected = [ours.generate(PROMPT, **options).tolist() for options in GENERATED]
+    words = [sys.executable, "-c", FRESH, f"back/{name}", json.dumps([PROMPT.tolist(), GENERATED])]
+    printed = subprocess.run(words, cwd=workplace, check=True, capture_output=True, text=True).stdout
+    assert json.loads(printed) == expected
 
 
 def test_nothing_is_scored_where_the_tokenizer_loses_text(tmp_path: Path):

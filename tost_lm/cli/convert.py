@@ -17,10 +17,10 @@ refused. Of an image classifier only the weights are read; it has no tokenizer a
 With convert.to=authors the source is a run folder (its newest valid checkpoint), a step folder or an export. Their
 train.py resumes and evaluates the result (init_from=resume); the optimizer's moments start from zero there. Their
 sample.py imports another model file and cannot sample from any ToST checkpoint: use `tost generate`. With the name of a
-form of the Hugging Face library (convert.to=llama, …) the result is a folder that its from_pretrained reads, with the
-tokenizer if it came from a tokenizer.json. The model must have this form, at any size. With convert.like=FOLDER, where
-FOLDER is the model that was first converted, the files of its tokenizer, its chat template, its other settings and the
-dtypes of its weights are kept.
+form of the Hugging Face library (convert.to=llama, …) the result is a folder that its from_pretrained reads, with a
+tokenizer and a model card. The model must have this form, at any size. With convert.like=FOLDER, where FOLDER is the
+model that was first converted, the files of its tokenizer, its chat template, its other settings and the dtypes of its
+weights are kept.
 
 With convert.mean_of=N the source is a run folder, and the weights are the mean of those of its newest N valid
 checkpoints.

@@ -31,6 +31,11 @@ import tost_lm
 
 model, tokenizer = tost_lm.load("."), tost_lm.load_tokenizer(".")
 """
+TRANSFORMERS_USAGE = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = (kind.from_pretrained(".") for kind in (AutoModelForCausalLM, AutoTokenizer))
+"""
 
 Rows = list[tuple[str, str]]
 
@@ -60,6 +65,7 @@ def model_card(
     run: Path | None = None,
     evaluations: Sequence[Mapping[str, Any]] = (),
     usage: str = USAGE,
+    library: str = "tost_lm",
 ) -> str:
     """The model card of a checkpoint folder, which may still lack its manifest.
 
@@ -69,6 +75,7 @@ def model_card(
         run: the run folder of a step folder; None: not known.
         evaluations: contents of results.json that have a headline, of this checkpoint.
         usage: Python that loads the model where the card lies.
+        library: the library that does.
 
     Raises:
         ConfigError: the settings of the run are from another version, or a row of its records is damaged.
@@ -79,7 +86,7 @@ def model_card(
     if training and not title:
         title = f"{training.settings['run']['name']}, step {training.progress.step}"
     sections = [
-        f"# {escape(redact_text(title))}\n\nA causal language model in the format of tost_lm.",
+        f"# {escape(redact_text(title))}\n\nA causal language model in the format of {library}.",
         f"## Model\n\n{_properties(_model_rows(folder, model))}",
         _section("Origin", _origin_rows(folder)),
         _section("Training", _training_rows(training) if training else []),
@@ -87,7 +94,7 @@ def model_card(
         f"## Usage\n\nRun in the folder of this file:\n\n```python\n{usage}```",
         "## Limits\n\n" + "\n".join(f"- {line}" for line in _limits(model, training, bool(validation))),
     ]
-    return "\n\n".join([_front_matter(model), *filter(None, sections)]) + "\n"
+    return "\n\n".join([_front_matter(model, library), *filter(None, sections)]) + "\n"
 
 
 def _read_training(folder: Path, run: Path | None) -> _Training | None:
@@ -108,9 +115,9 @@ def _newest(run: Path | None, name: str, training: _Training | None) -> list[dic
     return [row for row in rows if row["step"] == rows[-1]["step"]]
 
 
-def _front_matter(model: ModelConfig) -> str:
+def _front_matter(model: ModelConfig, library: str) -> str:
     tags = "".join(f"- {facts.tag}\n" for facts, _ in model.mixers)
-    return f"---\nlibrary_name: tost_lm\npipeline_tag: text-generation\ntags:\n- tost_lm\n{tags}---"
+    return f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags:\n- tost_lm\n{tags}---"
 
 
 def _section(title: str, rows: Rows) -> str:

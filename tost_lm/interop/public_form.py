@@ -15,14 +15,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tost_lm.checkpointing.format import CONVERSION, StoredTensors, read_model_config
+from tost_lm.checkpointing.format import CARD, CONVERSION, StoredTensors, read_model_config
 from tost_lm.config import leaves, validate
 from tost_lm.data.tokenizers import HfTokenizer, Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.hf import hf_tokenizer
 from tost_lm.data.tokenizers.lossless import FORMS
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
+from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.hugging_face import check_settings, transformers_library
+from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
 from tost_lm.interop.gpt2 import CONFIG, check_supported, listed, read_settings, weight_files
 from tost_lm.interop.interface import ForeignFormat, ForeignModel
 from tost_lm.mixers.delta.settings import CONV_TAPS
@@ -154,17 +156,18 @@ class PublicForm:
 
     def write(
         self, folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer, *,
-        as_read: bool = False, like: Path | None = None,
+        as_read: bool = False, like: Path | None = None, card: str = "",
     ) -> None:  # fmt: skip
         """Write a folder that `from_pretrained` reads, complete or not at all.
 
-        The tokenizer is written if it came from a tokenizer.json.
+        It has no tokenizer if the library has no equivalent.
 
         Args:
             as_read: the settings are those of a folder that was read, and none changes. Else a model without rotary
                 embeddings gets at least UNLIMITED positions.
             like: a folder of a model with the same tokenizer. Its other settings, the dtype of each weight, and its
                 files of tokenizer and generation are kept.
+            card: the text of its README.md.
 
         Raises:
             ConfigError: the library has no such model, with a line for each setting, or it is not installed.
@@ -182,14 +185,11 @@ class PublicForm:
         try:
             temporary = make_temp_folder(folder)
             model.save_pretrained(temporary)
-            if isinstance(tokenizer, HfTokenizer) and like is None:
-                import tokenizers
-
-                pipeline = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json)
-                saved = library.PreTrainedTokenizerFast(tokenizer_object=pipeline, eos_token=tokenizer.eot_token)
+            if like is None and (saved := _their_tokenizer(tokenizer)):
                 saved.save_pretrained(temporary)
             for path in files:
                 shutil.copyfile(path, temporary / path.name)
+            (temporary / CARD).write_text(card)
             publish_folder(temporary, folder)
         except Exception as error:
             remove_temp_folder(folder)
@@ -306,7 +306,10 @@ class PublicForm:
     def _write(self, folder: Path, checkpoint: Path, like: Path | None) -> list[str]:
         config, path = read_model_config(checkpoint), find_tokenizer(checkpoint)
         weights, as_read = dict(StoredTensors(checkpoint, "model")), (checkpoint / CONVERSION).is_file()
-        self.write(folder, config, weights, read_tokenizer(path), as_read=as_read, like=like)
+        evaluated = EvaluatedCheckpoint.find(checkpoint)
+        texts = {"usage": TRANSFORMERS_USAGE, "library": "transformers"}
+        card = model_card(evaluated.checkpoint, folder.name, evaluated.home, evaluated.cited_results(), **texts)
+        self.write(folder, config, weights, read_tokenizer(path), as_read=as_read, like=like, card=card)
         written = f"{checkpoint}: written to {folder} for {self.model_class}.from_pretrained"
         return [written, f"its ids are those of {path}"]
 
@@ -334,6 +337,19 @@ def read_their_tokenizer(folder: Path) -> HfTokenizer | None:
     if token is None:
         raise DataError(f"{folder / CONFIG}: eos_token_id {eos} is no token of {path.name}; correct it")
     return hf_tokenizer(path, token, FORMS[-1])
+
+
+def _their_tokenizer(tokenizer: Tokenizer) -> Any:
+    """That of the library; None: there is none. Texts begin with the end-of-text token if they did in training."""
+    if not isinstance(tokenizer, HfTokenizer):
+        from tost_lm.interop.hf import fast_tokenizer
+
+        return fast_tokenizer(tokenizer)
+    library = transformers_library()
+    import tokenizers
+
+    pipeline = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json)
+    return library.PreTrainedTokenizerFast(tokenizer_object=pipeline, eos_token=tokenizer.eot_token)
 
 
 def _files_of_tokenizer(like: Path, tokenizer: Tokenizer) -> list[Path]:

@@ -5,6 +5,7 @@ import io
 import json
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from builds import LOSSLESS, trained_elsewhere
 from evaluations import scored
 from hf_tokenizers import EOT, byte_level, made, metaspace_unigram, prefixed_bpe, with_added
-from other_forms import OTHER_FORMS
+from other_forms import OTHER_FORMS, other_forms
+from public_layers import run_in_torch
 from shared_data import GPT2_BPE, SHARED, needs_shared
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
@@ -30,13 +32,21 @@ from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.generation import generate_text
 from tost_lm.inference.hugging_face import HuggingFaceCheckpoint, find_evaluated
 from tost_lm.interop.hf import TostForCausalLM, export, fast_tokenizer
-from tost_lm.testing import FLOAT32_REORDERED
+from tost_lm.interop.qwen3_5 import QWEN3_5
+from tost_lm.testing import FLOAT32_REORDERED, assert_close
 
 PAGES = "The lines of this page\n  are short;\n    12, 345 of them.  They say little!\n" * 40
 ODD = [
     "", " ", "  a", "\n \n\t x ", "a" + SPACE_MARK + " b" + ESCAPE + "1" + ESCAPE, "<|endoftext|></s><unk><0x41>",
     "don't I'LL 123 ٣ é e\u0301 漢字 \U0001f600\ufb01\xa0\u3000\0", "the line   the b<x>\n  the",
 ]  # fmt: skip
+
+
+FORM: dict[str, Any] = {
+    **other_forms(), "pattern": "DA", "positions": "none", "layer_scale": 0.0, "bias": False,
+    "softmax": {"qk_norm": True, "gate": True, "rope_theta": 0.0},
+}  # fmt: skip
+"""A form of Qwen3.5."""
 
 
 def drawn_texts() -> list[str]:
@@ -53,6 +63,24 @@ def book() -> str:
 @pytest.fixture
 def tokens() -> torch.Tensor:
     return torch.randint(300, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_model_in_a_public_form_is_written_with_its_tokenizer(
+    make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor
+):
+    run, folder = make_export(**FORM), tmp_path / "theirs"
+    assert QWEN3_5.format.write is not None
+    QWEN3_5.format.write(folder, run, None)
+    theirs, ours = AutoModelForCausalLM.from_pretrained(folder), tost_lm.load(run)
+    with torch.no_grad(), run_in_torch(sys.modules[type(theirs).__module__], torch.float32):
+        assert_close(ours(tokens).logits, theirs(tokens).logits, FLOAT32_REORDERED)
+    assert theirs.config.max_position_embeddings == 1 << 20
+    tokenizer = tost_lm.load_tokenizer(run)
+    assert AutoTokenizer.from_pretrained(folder)(PAGES)["input_ids"] == [tokenizer.eot, *tokenizer.encode(PAGES)]
+    assert theirs.generation_config.eos_token_id == tokenizer.eot
+    card = (folder / "README.md").read_text()
+    assert "in the format of transformers" in card
+    assert "tost_lm.load" not in card
 
 
 def test_an_export_is_read_by_the_library_and_by_us(

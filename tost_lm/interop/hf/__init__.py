@@ -37,7 +37,7 @@ from tost_lm.data.tokenizers.interface import ESCAPED, PIECE_BEYOND_WORD, SPACE_
 from tost_lm.errors import CheckpointError
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, write_atomically
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
-from tost_lm.interop.card import model_card
+from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
 from tost_lm.interop.hf.cache import TostCache
 from tost_lm.interop.hf.model import TostConfig, TostForCausalLM, seal
 
@@ -137,12 +137,7 @@ def _sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[Pipeline | None, 
     return pipeline, eot
 
 
-USAGE = """\
-import tost_lm.interop.hf  # registers the model with the Auto classes
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model, tokenizer = (kind.from_pretrained(".") for kind in (AutoModelForCausalLM, AutoTokenizer))
-"""
+USAGE = "import tost_lm.interop.hf  # registers the model with the Auto classes\n" + TRANSFORMERS_USAGE
 
 
 def export(path: str | Path, folder: str | Path) -> None:
