@@ -13,7 +13,7 @@ from tost_lm.errors import DataError
 
 SHOWN = 20  # characters of a text
 FORMS = ("none", "NFC", "NFKC")  # a text in one of these is also in those before it
-NO_CHARACTERS = ("Cn", "Cs", "Co")  # categories: not assigned, surrogates, private use
+NO_CHARACTERS = ("Cn", "Cs", "Co", "Cc")  # categories: not assigned, surrogates, private use, controls
 
 
 def first_loss(text: str, decoded: str) -> str | None:
@@ -31,7 +31,7 @@ def in_form(form: str, text: str) -> str:
 
 @cache
 def every_character() -> str:
-    """A text with each character of Unicode."""
+    """A text with each character of Unicode but controls, of which public tokenizers lack some."""
     return "".join(c for c in map(chr, range(0x110000)) if unicodedata.category(c) not in NO_CHARACTERS)
 
 
