@@ -167,7 +167,7 @@ class PublicForm:
                 embeddings gets at least UNLIMITED positions.
             like: a folder of a model with the same tokenizer. Its other settings, the dtype of each weight, and its
                 files of tokenizer and generation are kept.
-            card: the text of its README.md.
+            card: the text of its README.md; empty: it has none.
 
         Raises:
             ConfigError: the library has no such model, with a line for each setting, or it is not installed.
@@ -189,7 +189,8 @@ class PublicForm:
                 saved.save_pretrained(temporary)
             for path in files:
                 shutil.copyfile(path, temporary / path.name)
-            (temporary / CARD).write_text(card)
+            if card:
+                (temporary / CARD).write_text(card)
             publish_folder(temporary, folder)
         except Exception as error:
             remove_temp_folder(folder)
