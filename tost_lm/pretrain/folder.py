@@ -58,7 +58,9 @@ def _branch(start: StartPoint) -> dict[str, Any] | None:
     return {"folder": str(folder), "manifest_sha256": sha256, "data": data}
 
 
-def log_end(config: PretrainConfig, progress: Progress, stop_reason: str, metrics: Metrics | NullMetrics) -> None:
+def log_end(
+    config: PretrainConfig, progress: Progress, stop_reason: str, metrics: Metrics | NullMetrics, *, is_last_stage: bool
+) -> None:
     """Log how the launch ended, and close the records."""
     step = progress.step
     if stop_reason == NEXT_STAGE:
@@ -72,7 +74,7 @@ def log_end(config: PretrainConfig, progress: Progress, stop_reason: str, metric
             f"done: {progress.validations_since_lowest} validations in a row had no lower loss (validation.stop_after)"
         )
         metrics.event(step, "done", why="validation.stop_after")
-    elif step < config.train.steps:
+    elif step < config.train.steps or not is_last_stage:
         how = "stopped at run.stop_at_step"
         metrics.event(step, "stopped", why="run.stop_at_step")
     else:

@@ -126,9 +126,10 @@ class Launch:
         self.heartbeat.record(self.progress.step, "leaving")
         self.writer.finish()
         self.profiler.close()
-        if self.progress.step == self.config.train.steps and not self.is_last_stage:
+        step, config = self.progress.step, self.config
+        if step == config.train.steps and step != config.run.stop_at_step and not self.is_last_stage:
             self.stop_reason = self.stop_reason or NEXT_STAGE
-        log_end(self.config, self.progress, self.stop_reason, self.metrics)
+        log_end(config, self.progress, self.stop_reason, self.metrics, is_last_stage=self.is_last_stage)
         self.progress.require_finite_validation(self.config.train.steps, self.config.run_folder)
         return self.stop_reason
 
