@@ -21,17 +21,28 @@ from tost_lm.checkpointing.format import (
 )
 from tost_lm.checkpointing.reading import load_weights, restore
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, find_checkpoint, step_folders
-from tost_lm.config import differences, differences_of_trees, load_config, validate
+from tost_lm.config import load_config
 from tost_lm.data.loader import Corpora
 from tost_lm.data.stages import Source, StageRecord
 from tost_lm.data.tokenizers import find_tokenizer
-from tost_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError, TostError, TrainingError
+from tost_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, TostError, TrainingError
 from tost_lm.files import sha256_file
-from tost_lm.model.config import ModelConfig
-from tost_lm.model.lm import parameter_shapes
-from tost_lm.optim.settings import OptimConfig, steps_before_decay, warmup_steps
 from tost_lm.parallel.agreement import error_of_all_ranks, require_agreement, settings_as_facts, versions_as_facts
 from tost_lm.parallel.zero import draw_weights
+from tost_lm.pretrain.changes import (
+    appended,
+    as_recorded,
+    changes,
+    other_optimizer,
+    other_settings,
+    other_tokenizer,
+    record_of,
+    require_same_kind,
+    require_same_model,
+    require_same_shape,
+    require_unchanged,
+    settings_of,
+)
 from tost_lm.pretrain.settings import PretrainConfig, Stage
 
 
@@ -99,7 +110,7 @@ def find_start(
     def from_step_0() -> StartPoint:
         stage, *later = config.in_stages()
         corpora = open_corpora(stage.config.data.folders)
-        _require_same_kind(later, stage.config.model, corpora.tokenizer().sha256, open_corpora)
+        require_same_kind(later, stage.config.model, corpora.tokenizer().sha256, open_corpora)
         start = StartPoint(stage, corpora, (record_of(stage, corpora, stage.config),))
         return _with_initial_weights(config, start, warn, verify)
 
@@ -112,8 +123,8 @@ def find_start(
     try:
         if not checkpoints:
             recorded = load_config(PretrainConfig, folder / SETTINGS).in_stages()[0]
-            if changed := _changes(settings_of(recorded.config), config.in_stages()[0].config):
-                raise _other_settings(folder, changed)
+            if changed := changes(settings_of(recorded.config), config.in_stages()[0].config):
+                raise other_settings(folder, changed)
             return from_step_0()
         checkpoint = find_checkpoint(folder, warn, verify)
         return _resumed(config, checkpoint, open_corpora)._replace(resume_from=checkpoint, checkpoints=checkpoints)
@@ -121,22 +132,6 @@ def find_start(
         if config.run.on_config_change != "restart":
             raise
         return from_step_0()._replace(restart_reason=str(error), checkpoints=checkpoints)
-
-
-def record_of(stage: Stage, corpora: Corpora, given: PretrainConfig) -> StageRecord:
-    """The record of a stage that starts. `given` are its settings as the user gave them, perhaps with a warm-up that it
-    does not have."""
-    config = stage.config
-    return StageRecord(
-        stage.name,
-        config.first_step,
-        corpora.sources,
-        config.train.seq_len,
-        config.data.packing,
-        config.train.global_batch_size,
-        warmup_steps(config.optim, config.own_steps),
-        settings_of(given),
-    )
 
 
 def _resumed(
@@ -149,11 +144,11 @@ def _resumed(
     given = stage = stages[current]
     begins = current > 0 and stage.config.first_step == step
     for number, finished in enumerate(stages[:current]):
-        _require_unchanged(finished, records, run_folder, is_first=number == 0)
+        require_unchanged(finished, records, run_folder, is_first=number == 0)
     if not begins:
-        stage, begins = _as_recorded(stage, records, step, run_folder, is_first=current == 0)
+        stage, begins = as_recorded(stage, records, step, run_folder, is_first=current == 0)
     todo = [stage, *stages[current + 1 :]]
-    _require_same_kind(todo, read_model_config(checkpoint), progress.tokenizer_sha256, open_corpora)
+    require_same_kind(todo, read_model_config(checkpoint), progress.tokenizer_sha256, open_corpora)
     corpora = open_corpora(stage.config.data.folders)
     if not begins:
         if _identities(records[-1].sources) != _identities(corpora.sources):
@@ -166,176 +161,8 @@ def _resumed(
     return StartPoint(stage, corpora, (*records, record_of(stage, corpora, given.config)))
 
 
-def _require_same_kind(
-    stages: Sequence[Stage],
-    model: ModelConfig,
-    tokenizer_sha256: str,
-    open_corpora: Callable[[Mapping[Path, float]], Corpora],
-) -> None:
-    """Raises ConfigError unless all stages have the shape of the model, DataError unless they have its tokenizer."""
-    for stage in stages:
-        _require_same_shape(model, stage.config.model, f"stage {stage.name}")
-        if open_corpora(stage.config.data.folders).tokenizer().sha256 != tokenizer_sha256:
-            raise _other_tokenizer(f"stage {stage.name}", stage.config)
-
-
 def _identities(sources: Sequence[Source]) -> list[tuple[str, float]]:
     return [(source.fingerprint, source.weight) for source in sources]
-
-
-def _require_unchanged(stage: Stage, records: Sequence[StageRecord], run_folder: Path, *, is_first: bool) -> None:
-    """Raises ConfigError unless a stage that has ended is as it was."""
-    record = [one for one in records if one.first_step < stage.config.train.steps][-1]
-    changed = _changes(record.settings, stage.config)
-    if not is_first and record.first_step != stage.config.first_step:
-        changed.append(f"from_step: {record.first_step} → {stage.config.first_step}")
-    if changed:
-        raise ConfigError(
-            f"{run_folder}: stage {stage.name} has ended; undo the change, or branch from a checkpoint: run.name=NEW "
-            "train.branch_from=CHECKPOINT\n" + "\n".join(changed)
-        )
-
-
-def _as_recorded(
-    stage: Stage, records: Sequence[StageRecord], step: int, run_folder: Path, *, is_first: bool
-) -> tuple[Stage, bool]:
-    """The stage that is under way, which may have begun later than the settings say: it was appended, or is a branch.
-
-    Returns:
-        The stage, and whether it begins here.
-
-    Raises:
-        ConfigError: the run has other settings, or other learning rates so far. With `run.on_config_change = "stage"`
-            a stage with the new settings begins instead.
-    """
-    record = records[-1]
-    here = stage.config.from_step(record.first_step)
-    if is_first and record.first_step:
-        here = _with_warmup(here, record.warmup_steps)
-    changed = _changes(record.settings, stage.config)
-    if not is_first and record.first_step != stage.config.first_step:
-        changed.append(f"from_step: {record.first_step} → {stage.config.first_step}")
-    append = stage.config.run.on_config_change == "stage"
-    try:
-        if changed:
-            raise _other_settings(run_folder, changed)
-        _require_same_rates(record, here, step, run_folder)
-    except ConfigError:
-        if not append:
-            raise
-        if step >= stage.config.train.steps:
-            raise ConfigError(
-                f"{run_folder}: is after step {step}, and train.steps is {stage.config.train.steps}; set more steps"
-            ) from None
-        return appended(Stage(f"from-step-{step}", stage.config, stage.is_last), record, step), True
-    return stage._replace(config=here), False
-
-
-def appended(stage: Stage, before: StageRecord, step: int) -> Stage:
-    """A stage that starts after `step` steps of a run. It has a warm-up only if its settings ask for another one.
-
-    Raises:
-        ConfigError: it has another optimizer.
-    """
-    config = stage.config
-    optim = before.settings["optim"]
-    if optim["kind"] != config.optim.kind:
-        raise _other_optimizer(f"stage {stage.name}", optim["kind"])
-    asked = config.optim.warmup_steps is not None and config.optim.warmup_steps != optim["warmup_steps"]
-    config = _with_warmup(config, config.optim.warmup_steps or 0 if asked else 0)
-    return stage._replace(config=config.from_step(step))
-
-
-def _with_warmup(config: PretrainConfig, steps: int) -> PretrainConfig:
-    return config.model_copy(update={"optim": config.optim.model_copy(update={"warmup_steps": steps})})
-
-
-def settings_of(config: PretrainConfig) -> dict[str, Any]:
-    """The settings that identify what is trained, as a record has them."""
-    return config.what_is_trained().model_dump(mode="json", exclude={"model": {"plugins"}})
-
-
-def _changes(recorded: dict[str, Any], new: PretrainConfig) -> list[str]:
-    """A line for each setting that identifies what is trained, beside those that may change with equal rates so far."""
-    lines = _lines(recorded, new)
-    return lines if {line.partition(":")[0] for line in lines} - MAY_CHANGE else []
-
-
-def _lines(recorded: dict[str, Any], new: PretrainConfig) -> list[str]:
-    lines = differences_of_trees(recorded, settings_of(new))
-    return [line for line in lines if not line.startswith("model.context_length")]  # it follows from train.seq_len
-
-
-MAY_CHANGE = {"train.steps", "optim.warmup_steps"}
-"""Settings that may change if the learning rates of the steps so far do not."""
-
-
-def _other_settings(folder: Path, changed: Sequence[str]) -> ConfigError:
-    first = (
-        f"{folder}: this run has other settings; undo the change, choose another run.name, or go on with the new "
-        "settings as one more stage: run.on_config_change=stage"
-    )
-    return ConfigError("\n".join([first, *changed]))
-
-
-def _other_optimizer(what: str, kind: str) -> ConfigError:
-    return ConfigError(f'{what}: has the state of another optimizer; set optim.kind = "{kind}"')
-
-
-def _other_tokenizer(what: str, config: PretrainConfig) -> DataError:
-    return DataError(
-        f"{what}: its tokenizer is not that of the shards in {', '.join(map(str, config.data.folders))}; build the "
-        "shards with its tokenizer"
-    )
-
-
-def _require_same_shape(theirs: ModelConfig, ours: ModelConfig, what: str) -> None:
-    """Raises ConfigError, with a line for each setting, unless both models have the same parameters."""
-    if parameter_shapes(theirs) == parameter_shapes(ours):
-        return
-    changed = differences(_in_use(theirs), _in_use(ours))
-    raise ConfigError(
-        f"{what}: a run keeps the shape of its model; undo the change, or start a model of this shape with another "
-        "run.name\n" + "\n".join(f"model.{line}" for line in changed)
-    )
-
-
-def _in_use(model: ModelConfig) -> ModelConfig:
-    """The model with default values for settings that it does not use."""
-    return validate(ModelConfig, {**model.in_use(), "context_length": 1}, "model")
-
-
-def _require_same_rates(record: StageRecord, new: PretrainConfig, step: int, run_folder: Path) -> None:
-    """Raises ConfigError unless a stage has the learning rates of its record in the run's first `step` steps."""
-    first = record.first_step
-    old = validate(OptimConfig, {**record.settings["optim"], "warmup_steps": record.warmup_steps}, "optim")
-    old_steps = record.settings["train"]["steps"] - first
-    if _schedule(old, old_steps) == _schedule(new.optim, new.own_steps):
-        return
-    what = f"{run_folder}: {', '.join(_lines(record.settings, new))}"
-    stable = first + steps_before_decay(old, old_steps)
-    if step > stable:
-        raise ConfigError(
-            f"{what}: the learning rate of its run (optim.schedule {old.schedule}) decays after step {stable}, "
-            f"and the checkpoint is after step {step}; undo the change, or go on as one more stage: "
-            "run.on_config_change=stage"
-        )
-    was, now = record.warmup_steps, warmup_steps(new.optim, new.own_steps)
-    if was != now:
-        raise ConfigError(f"{what}: the warm-up would have {now} steps in place of {was}; set optim.warmup_steps={was}")
-    stable = first + steps_before_decay(new.optim, new.own_steps)
-    if step > stable:
-        fix = f"set train.steps to at least {step + new.train.steps - stable}"
-        if new.optim.schedule in ("cosine", "linear"):
-            fix = "set optim.schedule to wsd or constant"
-        raise ConfigError(
-            f"{what}: optim.schedule {new.optim.schedule} would decay or end after step {stable}, and the checkpoint "
-            f"is after step {step}; {fix}"
-        )
-
-
-def _schedule(optim: OptimConfig, steps: int) -> tuple[object, ...]:
-    return optim.schedule, optim.min_lr, optim.decay_steps, warmup_steps(optim, steps), steps
 
 
 def _with_initial_weights(
@@ -361,11 +188,11 @@ def _with_initial_weights(
         raise ConfigError(f"{what}: is a run folder; name the checkpoint to branch from, such as {steps[-1]}")
     folder = find_checkpoint(path, warn, verify)
     if branch:
-        _require_same_shape(read_model_config(folder), config.model, what)
+        require_same_shape(read_model_config(folder), config.model, what)
     else:
-        _require_same_model(read_model_config(folder), config.model, what)
+        require_same_model(read_model_config(folder), config.model, what)
     if sha256_file(find_tokenizer(folder)) != start.corpora.tokenizer().sha256:
-        raise _other_tokenizer(what, start.stage.config)
+        raise other_tokenizer(what, start.stage.config)
     weights = InitialWeights(folder, sha256_file(folder / MANIFEST))
     if not branch:
         return start._replace(initial_weights=weights)
@@ -379,7 +206,7 @@ def _with_initial_weights(
         progress = theirs.in_stage(record_of(stage, start.corpora, start.stage.config))
     else:  # converted from the released code: it goes on with its schedule and its data
         if start.stage.config.optim.kind != "adamw":
-            raise _other_optimizer(what, "adamw")
+            raise other_optimizer(what, "adamw")
         stage = start.stage._replace(config=start.stage.config.from_step(0))
         progress = theirs.in_stage(record_of(stage, start.corpora, stage.config))
     if theirs.step >= stage.config.train.steps:
@@ -387,19 +214,6 @@ def _with_initial_weights(
             f"{what}: is after step {theirs.step}, and train.steps is {stage.config.train.steps}; set more steps"
         )
     return start._replace(stage=stage, records=progress.stages, initial_weights=weights._replace(progress=progress))
-
-
-def _require_same_model(theirs: ModelConfig, ours: ModelConfig, what: str) -> None:
-    """Raises ConfigError unless both models are the same but for the base of their rotary embedding."""
-    theirs, ours = _in_use(theirs), _in_use(ours)
-    if theirs.softmax.rope_theta and ours.softmax.rope_theta:
-        softmax = theirs.softmax.model_copy(update={"rope_theta": ours.softmax.rope_theta})
-        theirs = theirs.model_copy(update={"softmax": softmax})  # another base may extend the context
-    if changed := differences(theirs, ours):
-        raise ConfigError(
-            f"{what}: its model differs from [model]; set [model] to the same values\n"
-            + "\n".join(f"model.{line}" for line in changed)
-        )
 
 
 def _of_an_ended_first_launch(path: Path) -> bool:

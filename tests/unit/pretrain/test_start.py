@@ -17,9 +17,10 @@ from tost_lm.data.loader import Corpora
 from tost_lm.data.tokenizers.interface import CharacterTokenizer
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.model import TostLM
+from tost_lm.pretrain.changes import record_of
 from tost_lm.pretrain.metrics import drop_rows_after, write_run_folder
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.pretrain.start import StartPoint, find_start, record_of, rename_old_run, require_same_checkpoints
+from tost_lm.pretrain.start import StartPoint, find_start, rename_old_run, require_same_checkpoints
 
 TOKENIZER = CharacterTokenizer(b'"abc"')
 SETTINGS: dict[str, Any] = {
