@@ -74,8 +74,6 @@ class Block(NamedTuple):
         """Why the block cannot run here."""
         if "gpt2_bpe" in self.text and not GPT2_BPE.is_dir():
             return MISSING
-        if "python deduplicate.py" in self.text and not importlib.util.find_spec("datatrove"):
-            return "datatrove is not installed"
         return None
 
     @property
