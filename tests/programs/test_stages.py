@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from forked import Forked
+from forked import Forked, free_port
 from programs import curve, refusal, run, snapshot, weights, write_corpus
 
 from tost_lm.checkpointing.format import Progress, StoredTensors
@@ -117,6 +117,18 @@ def test_stages_have_their_own_layouts(place: Path):
     assert curve(place, "layouts") == curve(place, "again")
     for found, expected in zip(curve(place, "layouts"), curve(place, "whole"), strict=True):
         assert found == pytest.approx(expected, rel=256 * FLOAT32_REORDERED)
+
+
+@pytest.mark.slow
+def test_launchers_of_two_nodes_start_the_next_stage_together(place: Path):
+    words, port = ["tost_lm.pretrain.commands.train", "stages.toml", "run.name=nodes", *MODEL], str(free_port())
+    variables = {"NODES": "2", "RANKS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    nodes = [
+        Forked("tost_lm.parallel.launch", *words, cwd=place, **variables, NODE_RANK=str(number)) for number in range(2)
+    ]
+    for code, _, errors in [node.finish() for node in nodes]:
+        assert code == 0, errors
+    assert [row[0] for row in curve(place, "nodes")] == [*range(1, 11)]
 
 
 @pytest.mark.slow
