@@ -132,7 +132,10 @@ def test_what_a_branch_may_not_change_is_named(place: Path):
         assert refused(place, "new", *branch, *words).endswith(problem)
 
 
-@pytest.mark.parametrize(("schedule", "optimizer"), [("cosine", []), ("linear", MUON)])
+@pytest.mark.parametrize(
+    ("schedule", "optimizer"),
+    [pytest.param("cosine", [], marks=pytest.mark.slow), ("linear", MUON)],
+)
 def test_cosine_and_linear_resume_to_the_bit_and_have_one_length(workplace: Path, schedule: str, optimizer: list[str]):
     words = [f"optim.schedule={schedule}", *optimizer]
     train(workplace, "whole", *words, "train.steps=4")

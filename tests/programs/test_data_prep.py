@@ -100,8 +100,6 @@ def test_other_shards_are_only_replaced_on_request(config, tmp_path):
     )
     any_corpus = ["shards.shard_tokens=5000", "tokenizer.vocab_size=none"]
     replaced(f"the documents of {tmp_path}/corpus.jsonl changed", *any_corpus)
-    any_corpus += ["corpus.valid_fraction=0.2"]
-    replaced("corpus.valid_fraction was 0.1", *any_corpus)
     write_corpus(tmp_path / "other.jsonl", documents=70, words=200)
     damaged = shards / "train_00000.bin"
     damaged.write_bytes(damaged.read_bytes()[:-1])

@@ -143,12 +143,6 @@ def test_test_sets_have_the_same_results_on_two_ranks(copy: Path):
             row, row_alone = map(json.loads, lines)
             assert row.pop("nats", 0) == pytest.approx(row_alone.pop("nats", 0), rel=FLOAT32_REORDERED)
             assert row == row_alone
-        shutil.rmtree(home)
-    run("tost eval", "runs/tiny", *words, cwd=copy, ranks=2)  # two copies of the model
-    for home, (before, _) in zip(homes, alone, strict=True):
-        assert results(home, ".")["model"] == pytest.approx(
-            before["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED
-        )
     (copy / "lambada.jsonl").write_text('{"text": "other words"}\n')
     assert run("tost eval", "runs/tiny", *words, cwd=copy).count("wrote ") == 2
 
@@ -214,9 +208,8 @@ def test_a_prompt_behind_the_run_a_stop_and_draws(copy: Path):
     assert stopped["prompt"] == "some words"
     assert stopped["text"] == whole[: whole.index(stop)]
     assert 0 < stopped["tokens"] < 20
-    for seed, of in ((1, "sample.top_k=1"), (2, "sample.top_p=1e-9")):
-        run("tost generate", *words, "sample.temperature=5.0", f"sample.seed={seed}", of, cwd=copy)
-        assert results(copy / "runs/tiny", SAMPLE)["text"] == whole
+    run("tost generate", *words, "sample.temperature=5.0", "sample.seed=2", "sample.top_p=1e-9", cwd=copy)
+    assert results(copy / "runs/tiny", SAMPLE)["text"] == whole
     run("tost report", "runs/tiny", cwd=copy)
     assert "Continuation (temperature 5, top_p 1e-09, " in (copy / "runs/tiny/report.md").read_text()
 

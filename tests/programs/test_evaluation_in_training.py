@@ -88,7 +88,7 @@ OTHERS = {
 HEADLINES = {"needle@words": "choice_accuracy", "positions": "nats_per_token", "text@bpb": "bits_per_byte"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_other_tasks_equal_those_of_the_checkpoint(workplace: Path, ranks: int):
     (workplace / "text.txt").write_text("some words of a text\n")
     given = [f"{name}.{key}={json.dumps(value)}" for name, own in OTHERS.items() for key, value in own.items()]

@@ -138,7 +138,6 @@ def test_nothing_is_scored_where_the_tokenizer_loses_text(tmp_path: Path):
     words += ["shards.folder=shards", "tokenizer.kind=hf", "tokenizer.path=Olmo/tokenizer.json"]
     run("tost prepare shards", *words, "tokenizer.eot_token=<|endoftext|>", cwd=tmp_path)
     before = snapshot(tmp_path)
-    lambada = ["lambada_openai@lm-eval", "sets.lambada_openai=texts.jsonl"]
     in_training = [
         *TRAINED,
         "run.name=new",
@@ -148,11 +147,10 @@ def test_nothing_is_scored_where_the_tokenizer_loses_text(tmp_path: Path):
     ]
     for program, *words in (
         ["tost eval", "models/olmo", "text", "text.file=text.txt"],
-        ["tost eval", "models/olmo", *lambada],
         ["tost train", "empty.toml", *in_training, "evaluation.sets.lambada_openai=texts.jsonl"],
     ):
         printed = refusal(program, *words, cwd=tmp_path)
-        name = "shards" if program == "tost train" else f"{words[1].replace('text', 'text@bpb')}: {words[0]}"
+        name = "shards" if program == "tost train" else "text@bpb: models/olmo"
         assert printed.startswith(f"{name}: the tokenizer is not lossless, so scores of this text would be wrong: ")
         assert "it decodes 's the colour blue, t' as 's the color blue, th'; remove such characters" in printed
     assert snapshot(tmp_path) == before
@@ -163,8 +161,6 @@ def test_mistakes_are_named(workplace: Path, tmp_path: Path):
     tensor = [*TRAINED, "run.name=new", "parallel.tensor=2", "train.initial_weights=models/Olmo"]
     printed = refusal("tost train", "empty.toml", *tensor, cwd=workplace)
     assert "tensor ranks cannot split softmax.qk_norm all-heads; set parallel.tensor=1 and use" in printed
-    words = [*TRAINED, "run.name=new", "train.initial_weights=nowhere"]
-    assert refusal("tost train", "empty.toml", *words, cwd=workplace).startswith("nowhere: no such folder; give a run ")
     assert snapshot(workplace) == before
     write_olmo_hybrid(tmp_path / "Olmo")
     (tmp_path / "Olmo/tokenizer.json").write_text("{")

@@ -156,7 +156,10 @@ def score_text(folder: Path, words: list[str], ranks: int) -> tuple[str, dict[st
     return output, {key: value for key, value in results.items() if key not in ("seconds", "xxh3")}
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), [(1, 1), (1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tensor", "sequence"),
+    [(1, 1), *(pytest.param(*axes, marks=pytest.mark.slow) for axes in ((1, 2), (2, 1)))],
+)
 def test_a_text_that_was_ended_resumes_with_equal_results(copy: Path, tensor: int, sequence: int):
     """Ctrl-C after the second tile and SIGKILL after the fourth; rank 1 ends with rank 0."""
     (copy / "text.txt").write_bytes((copy / "long.jsonl").read_bytes()[: sequence * 70_000])

@@ -5,8 +5,6 @@ import hashlib
 import json
 import pickle
 import random
-import re
-import sys
 from typing import Any
 
 import numpy as np
@@ -151,11 +149,3 @@ def test_a_failed_download_names_the_fix(monkeypatch, tmp_path):
     problem = r"^GPT-2's .* cannot be downloaded: .*; set tokenizer\.path to a folder[^\n]*$"
     with pytest.raises(DataError, match=problem):
         gpt2_tokenizer(None)
-
-
-@needs_shared
-def test_a_missing_tiktoken_names_the_package(monkeypatch, tokenizer):
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    for make in (lambda: gpt2_tokenizer(None), lambda: Gpt2Tokenizer(tokenizer.model_bytes)):
-        with pytest.raises(DataError, match=re.escape("pip install '.[gpt2]'")):
-            make()

@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import json
 import pickle
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,13 +205,6 @@ def test_a_file_that_makes_the_library_panic_is_refused_in_one_line(
     wanted = "not a tokenizer.json, or damaged: the library panics; set it to a tokenizer.json"
     assert str(caught.value) == f"tokenizer.path {path}: {wanted}"
     assert capfd.readouterr().err == ""
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    path = written(tmp_path, byte_level())
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"needs the package tokenizers; run pip install '\.\[hf\]'"):
-        make_tokenizer(prep(path, eot_token=EOT))
 
 
 def test_the_file_holds_the_original_and_the_end_of_text_token(tmp_path: Path):

@@ -1,12 +1,10 @@
 """The split: by a hash of the text, or by the rows that nanoGPT draws."""
 
-import sys
-
 import pytest
 
 from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.sources import Splitter
-from tost_lm.errors import ConfigError, DataError
+from tost_lm.errors import ConfigError
 
 TEXTS = [f"document {number}" for number in range(20_000)]
 
@@ -65,9 +63,3 @@ def test_nanogpt_split_is_numpys_permutation(rows, capfd):
 def test_nanogpt_split_of_too_few_rows_is_refused(rows):
     with pytest.raises(ConfigError, match=r"corpus.split nanogpt: too few .*; set corpus.split=hash"):
         splitter(rows=rows, split="nanogpt")
-
-
-def test_nanogpt_split_without_datasets_names_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"^corpus\.split nanogpt: .*: pip install datasets$"):
-        splitter(rows=100, split="nanogpt")

@@ -93,19 +93,6 @@ def test_a_model_with_learned_positions_is_measured_up_to_them(run_folder: Path,
     assert results["position_limit"] == 16
 
 
-def test_sequences_are_16_times_as_long_or_shorter_until_the_text_has_one(
-    run_folder: Path, make_model, tokenizer, shards: Shards
-):
-    tokens = sum(map(len, shards.token_arrays("valid")))
-    add_unlimited(run_folder, make_model, tokenizer)
-    measure(run_folder, times=None)
-    assert results_of(run_folder)["by_position"][-1]["end"] == 16 * 16
-    length = tokens // 5
-    add_unlimited(run_folder, make_model, tokenizer, context_length=length)
-    measure(run_folder, times=None)
-    assert results_of(run_folder)["by_position"][-1]["end"] == 4 * length
-
-
 def test_too_little_text_is_reported_or_rejected(run_folder: Path, make_model, tokenizer, shards: Shards, capsys):
     add_unlimited(run_folder, make_model, tokenizer)
     tokens = sum(map(len, shards.token_arrays("valid")))

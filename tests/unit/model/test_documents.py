@@ -163,6 +163,21 @@ def test_padded_batches_are_served_by_packing(side: str):
     assert_same(logits, logits_one_by_one(model, documents))
 
 
+def test_cu_seqlens_are_read_once_a_call(monkeypatch: pytest.MonkeyPatch):
+    model = drawn_model("hybrid")
+    tokens, cu_seqlens = packed(drawn_documents())
+    reads: list[int] = []
+
+    class Counted(Tensor):
+        def tolist(self) -> list[int]:
+            reads.append(1)
+            return super().tolist()
+
+    counted = cu_seqlens.as_subclass(Counted)
+    model(tokens, cu_seqlens=counted)
+    assert len(reads) == 1
+
+
 def test_what_does_not_fit_is_named():
     model = drawn_model("hybrid")
     tokens = torch.zeros(1, 6, dtype=torch.int64)

@@ -8,15 +8,12 @@ import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
-from stage_records import progress
 from wandb_files import history
 
-from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.inference.evaluated import SAMPLE, EvaluatedCheckpoint, read_result_file, write_result_file
@@ -232,19 +229,6 @@ def test_retrieval_tasks_have_a_heatmap_and_tables_by_length(run_folder):
     assert (folder / "retrieval.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_short_run_is_called_a_smoke_run(run_folder, make_model, tokenizer):
-    page = text_of(run_folder)
-    # 100 steps of 2 · 16 tokens; embedding, 2 blocks of mixer, MLP, norms and LayerScale, final norm
-    block = 2 * 16 * 16 + 2 + 2 * 16 + 8 * 16 * 16 + 4 * 16
-    parameters = 330 * 16 + 2 * block + 16
-    assert f"smoke run, not a benchmark. It has 3,200 training tokens for {parameters:,} parameters" in page.text
-    (step,) = (run_folder / "checkpoints").iterdir()
-    rmtree(step)
-    model = make_model(vocab_size=tokenizer.vocab_size)
-    write_checkpoint(step, model.config, model.state_dict(), tokenizer, progress(100, 2000, 16).write)
-    assert "smoke" not in text_of(run_folder).text
-
-
 def test_missing_results_name_their_command(run_folder):
     (run_folder / "metrics.jsonl").unlink()
     page = text_of(run_folder)
@@ -280,14 +264,6 @@ def test_a_missing_package_names_the_install_command(run_folder, monkeypatch, pa
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"{package}; run pip install '\.\[report\]'"):
         write_report(run_folder)
-
-
-def test_few_documents_allow_no_conclusion(evaluated):
-    change_results(evaluated, HELDOUT, model=RESULTS[HELDOUT]["model"] | {"documents": 3})
-    page = text_of(evaluated)
-    assert "3 of 27 held-out documents" in page.text
-    assert "3 documents are too few for a standard error" in page.text
-    assert "better than" not in page.text
 
 
 def test_a_model_folder_has_a_report_and_a_checkpoint_of_a_run_has_none(run_folder: Path, tmp_path: Path):

@@ -4,10 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from tost_lm.config import validate
+from tost_lm.mixers.tssa.layer import BidirectionalTssa
 from tost_lm.mixers.tssa.naive import tssa
+from tost_lm.model import ModelConfig
+from tost_lm.ops.positions import SequenceInfo
 from tost_lm.testing import assert_close
 
 pytestmark = pytest.mark.quick
@@ -46,3 +50,15 @@ def test_low_precision_costs_one_rounding(dtype: torch.dtype):
     truth = tssa(w.double(), temp.double())
     error, rounding = ((x.double() - truth).norm() for x in (tssa(w, temp), truth.to(dtype)))
     assert error <= 1.5 * rounding
+
+
+def test_autocast_does_not_touch_the_statistics():
+    shape = {"layers": 1, "heads": 2, "width": 16, "positions": "none", "tssa": {"denom_bias": "none"}, "bias": False}
+    layer = BidirectionalTssa(validate(ModelConfig, shape, "test").shape_of("T"))
+    layer.out_proj = nn.Identity()
+    x = torch.randn(1, 40, 16)
+    info = SequenceInfo.of(x[..., 0], None, None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, _ = layer(x, None, info)
+        w = layer.in_proj(x).unflatten(-1, (2, -1))
+    assert torch.equal(y, tssa(w, layer.temp).flatten(-2))

@@ -40,6 +40,21 @@ def test_equals_loops_over_the_formulas(backend, seed: int, B: int, T: int, H: i
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
+def test_energy_mean_divides_by_the_running_mean():
+    w, temp, _ = inputs(4, 1, 6, 2, 3)
+    y, _ = causal_tssa(w, temp, membership="energy-mean")
+    mean_BTHD = w.square().cumsum(1) / torch.arange(1, 7)[:, None, None]
+    pi = (temp * (w.square() / mean_BTHD).mean(-1)).softmax(-1)[..., None]
+    moment = (pi * w.square()).cumsum(1) / (pi.cumsum(1) + 1e-8)
+    torch.testing.assert_close(y, -pi * w / (1 + moment), rtol=1e-12, atol=1e-12)
+
+
+def test_uniform_membership_is_one_over_heads():
+    w, temp, bias = inputs(5, 1, 1, 4, 3)
+    y, _ = causal_tssa(w, temp, bias, membership="uniform")
+    torch.testing.assert_close(y, -0.25 * w / (1 + w.square()), rtol=1e-6, atol=1e-7)
+
+
 def test_statistics_of_low_precision_inputs_are_float32():
     w, temp, bias = (x.bfloat16() for x in inputs(6, 1, 64, 2, 4))
     y, state = causal_tssa(w, temp, bias, output_final_state=True)
