@@ -95,7 +95,7 @@ def prefetched(
         # Safe although CUDA and InfiniBand have started: workers read files into host memory, torch refuses CUDA in
         # them, and start_world makes the memory of InfiniBand and EFA survive a fork.
         multiprocessing_context="fork" if workers else None,
-        worker_init_fn=partial(_exit_with_parent, write_reason),
+        worker_init_fn=partial(_exit_with_parent, os.getpid(), write_reason),
         timeout=WAIT_S if workers else 0,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # otherwise it draws from the default generator, which training uses
@@ -223,8 +223,8 @@ def _signals_deferred() -> Iterator[None]:
             raise deferred[0]
 
 
-def _exit_with_parent(write_reason: int, worker: int) -> None:
-    """Make this worker exit when its rank exits, on SIGTERM from its rank, and if it cannot send a batch.
+def _exit_with_parent(parent: int, write_reason: int, worker: int) -> None:
+    """Make this worker exit when its rank, the process `parent`, exits, on SIGTERM from its rank, and if it cannot send a batch.
 
     A worker that outlives its rank keeps the rank's connections open, and the other ranks wait.
     """
@@ -233,6 +233,8 @@ def _exit_with_parent(write_reason: int, worker: int) -> None:
     handle_failed_sends(partial(_exit_with_reason, write_reason))
     if ON_LINUX:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # which ended before that
+            os._exit(1)
         threading.Thread(target=_exit_on_sigterm_of_parent, daemon=True).start()
 
 
