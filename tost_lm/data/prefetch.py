@@ -224,7 +224,7 @@ def _signals_deferred() -> Iterator[None]:
 
 
 def _exit_with_parent(parent: int, write_reason: int, worker: int) -> None:
-    """Make this worker exit when its rank, the process `parent`, exits, on SIGTERM from its rank, and if it cannot send a batch.
+    """Make this worker exit when its rank `parent` exits, on SIGTERM from it, and if it cannot send a batch.
 
     A worker that outlives its rank keeps the rank's connections open, and the other ranks wait.
     """
