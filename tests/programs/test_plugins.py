@@ -134,6 +134,9 @@ def test_python_imports_the_file_and_an_export_has_it(trained: Path):
     (trained / "use.py").write_text(USE)
     run("doc_session", "use.py", cwd=trained)
     assert (trained / "theirs/mixer_E.py").read_text() == MARKED
+    card = (trained / "theirs/README.md").read_text()
+    assert "import tost_lm.interop.hf  # pip install '.[hf]' in a checkout of tost_lm\n" in card
+    assert "read mixer_E.py, then set TOST_PLUGINS=mixer_E.py" in card
     said = refusal("tost generate", "theirs", "the ", cwd=trained)
     assert said.startswith("theirs: its E layers need the plugin mixer_E.py (SHA-256 ")
     run("tost generate", "theirs", "the ", "sample.tokens=3", cwd=trained, TOST_PLUGINS="gated_ema.py")

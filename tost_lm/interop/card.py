@@ -19,6 +19,7 @@ from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.files import regular_file, sha256_file
 from tost_lm.markdown import escape, format_result, table
+from tost_lm.mixers.plugins import VARIABLE, plugin_files
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.flops import parameters
 from tost_lm.optim.interface import optimizer_of
@@ -27,7 +28,7 @@ from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.redaction import redact_text, redact_tree
 
 USAGE = """\
-import tost_lm
+import tost_lm  # pip install . in a checkout of tost_lm
 
 model, tokenizer = tost_lm.load("."), tost_lm.load_tokenizer(".")
 """
@@ -35,6 +36,12 @@ TRANSFORMERS_USAGE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model, tokenizer = (kind.from_pretrained(".") for kind in (AutoModelForCausalLM, AutoTokenizer))
+"""
+SELF_CONTAINED_USAGE = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer  # pip install torch 'transformers>=5.23,<5.24'
+
+model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)  # runs modeling_tost.py
+tokenizer = AutoTokenizer.from_pretrained(".")
 """
 
 Rows = list[tuple[str, str]]
@@ -269,6 +276,8 @@ def _results(
 
 
 def _limits(model: ModelConfig, training: _Training | None, is_validated: bool) -> Iterator[str]:
+    for name in plugin_files(model.pattern):
+        yield f"The model needs its plugin, which runs only if it is named: read {name}, then set {VARIABLE}={name}."
     if model.position_limit is not None:
         yield f"The model rejects sequences of more than {model.position_limit:,} tokens."
     if training:

@@ -3,6 +3,7 @@
 Shapes as in `tost_lm.model`; K: number of columns with logits.
 """
 
+import shutil
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,21 @@ from tost_lm.model.lm import Head, TostLM
 from tost_lm.model.streaming import to_running_dtype
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.initialization import Normal, initial_std, own_values
+
+MODELING = "modeling_tost.py"
+"""The file beside this one that a folder contains if it alone computes the model: see `is_self_contained`."""
+AUTO_MAP = {"AutoConfig": "modeling_tost.TostConfig", "AutoModelForCausalLM": "modeling_tost.TostForCausalLM"}
+"""In config.json, where the library finds the classes in that file."""
+
+
+def is_self_contained(model: ModelConfig) -> bool:
+    """Whether `MODELING` computes the model: TSSA in every layer, with settings of the published form.
+
+    Sizes, biases, LayerScale, GELU, head, positions `learned` or `none`, and `tssa.denom_bias` are free.
+    """
+    settings = (model.tssa.membership, model.norm, model.norm_after, model.mlp)
+    is_published = settings == ("energy-share", "layer", "", "gelu") and model.positions != "sinusoidal"
+    return set(model.letters) == {"T"} and is_published
 
 
 @strict
@@ -287,6 +303,8 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         """Write config.json, the weights in safetensors and a manifest, for `from_pretrained` and `tost_lm.load`.
 
+        If `is_self_contained`, `MODELING` is beside them, and `from_pretrained` needs no other code.
+
         Args: as in the library.
 
         Raises:
@@ -295,8 +313,13 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         folder = Path(save_directory)
         if (folder / MODEL).is_file():
             raise CheckpointError(f"{folder}: holds a checkpoint in another format; give another folder")
+        self_contained = is_self_contained(self.model.config)
+        if self_contained:
+            self.config.auto_map = AUTO_MAP
         super().save_pretrained(save_directory, is_main_process, *others, **named)
         if is_main_process:
+            if self_contained:
+                shutil.copyfile(Path(__file__).with_name(MODELING), folder / MODELING)
             for name, text in plugin_files(self.model.config.pattern).items():
                 (folder / name).write_bytes(text)
             seal(folder)
