@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hand_made import hand_made
+from stage_records import recorded
 from training_on_layouts import BATCH, VOCAB, T, build_engine, build_model, train_steps
 
 import tost_lm
@@ -75,7 +76,7 @@ class Training:
         os.chdir(self.folder)
         at = find_checkpoint(RUN) if step_folders(RUN) else None
         self.engine = build_engine(trainee.parallel, trainee.optimizer, bfloat16=trainee.bfloat16, **trainee.model)
-        self.progress = restore(self.engine, at) if at else Progress(0, 0)
+        self.progress = restore(self.engine, at) if at else Progress(0, 0, stages=(recorded(config),))
         self.optimizer = trainee.optimizer
         self.writer = build_writer(
             self.engine, config, StartPoint(config.in_stages()[0], trainee.corpora, ()), lambda: None

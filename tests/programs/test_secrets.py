@@ -30,5 +30,5 @@ def test_only_settings_and_results_hold_a_secret_of_a_path(workplace: Path):
     assert any(name.endswith(".wandb") for name in names)
     assert any(name.startswith("events.out.tfevents") for name in names)
     assert {path.name for path, data in files.items() if SECRET.encode() in data} == {
-        "config.toml", "results.json", "results.jsonl",
+        "config.toml", "training.json", "results.json", "results.jsonl",
     }  # fmt: skip
