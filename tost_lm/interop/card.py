@@ -164,9 +164,10 @@ def _origin_rows(folder: Path) -> Rows:
 
 def _training_rows(training: _Training) -> Rows:
     train, progress = training.settings["train"], training.progress
+    planned = progress.stages[-1].settings["train"]["steps"]
     rows = [
         ("run", training.settings["run"]["name"]),
-        ("steps", f"{progress.step:,}, {progress.updates:,} applied by the optimizer"),
+        ("steps", f"{progress.step:,} of {planned:,}, {progress.updates:,} applied by the optimizer"),
         ("training tokens", f"{training.tokens:,}"),
         ("optimizer", _optimizer(training.optim)),
         ("precision", _precision(progress.stages[-1].settings["train"])),

@@ -122,7 +122,7 @@ def test_a_card_states_the_record_of_the_run(make_run: Callable[..., Path], tmp_
     training = rows_of(text, "Training")
     assert training == {
         "run": ["tiny"],
-        "steps": ["4, 3 applied by the optimizer"],
+        "steps": ["4 of 8, 3 applied by the optimizer"],
         "training tokens": ["256"],
         "optimizer": ["AdamW, betas 0.9 and 0.95, weight decay 0.1, gradient clipping 1.0"],
         "precision": ["bfloat16; statistics, losses and optimizer state float32"],

@@ -57,10 +57,12 @@ def test_the_head_has_settings_for_each_number_of_gpus(path: Path):
     assert words.keys() >= ({1, 2, 4, 8} if on_cpus else {1, 2, 4, 8, 16, 32, 64})
     for number, overrides in words.items():
         launch = f"launch.ranks={number}" if on_cpus else f"cluster.nodes={number}"
-        config = complete(load_config(PlanConfig, path, [launch, *overrides]))
-        assert config.cluster.ranks == (number if on_cpus else 8 * number)
-        assert config.micro_batches >= 1
-        assert memory_problem(config) is None
+        for stage in load_config(PlanConfig, path, [launch, *overrides]).in_stages():
+            assert isinstance(stage.config, PlanConfig)
+            config = complete(stage.config)
+            assert config.cluster.ranks == (number if on_cpus else 8 * number)
+            assert config.micro_batches >= 1
+            assert memory_problem(config) is None
 
 
 def test_a_plan_that_cannot_use_every_gpu_is_refused():
