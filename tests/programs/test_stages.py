@@ -160,7 +160,6 @@ def test_finished_stages_stay_and_later_ones_may_change(place: Path):
     assert error.splitlines()[1] == "optim.beta1: 0.9 → 0.8"
 
 
-@pytest.mark.quick
 def test_a_change_at_a_resume_is_one_more_stage(place: Path):
     words = ["train.steps=4", "optim.schedule=constant"]
     train(place, "changed", *words, "run.stop_at_step=2", recipe="run.toml")
