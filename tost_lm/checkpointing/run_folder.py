@@ -157,7 +157,8 @@ def _valid_steps(run_folder: Path, warn: Callable[[str], None], verify: Callable
 
 
 def prune(newest: Path, settings: CheckpointConfig) -> None:
-    """Delete the remains of interrupted saves, and the checkpoints up to `newest` that `settings` does not keep.
+    """Delete the remains of interrupted saves, and the checkpoints up to `newest` that `settings` does not keep. The
+    lowest validation loss is that of its stage.
 
     Checkpoints after `newest` are damaged, because the run resumed from an earlier one; they do not count.
     """
@@ -165,7 +166,9 @@ def prune(newest: Path, settings: CheckpointConfig) -> None:
     kept = {*folders[-settings.keep_latest_k :]}
     if retain := settings.retain_interval:
         kept |= {folder for folder in folders if (step_of(folder) or 0) % retain == 0}
-    losses = {folder: loss for folder in folders if (loss := _validation_loss(folder)) is not None}
+    begun = max((stage.first_step for stage in Progress.read(newest).stages), default=0)
+    of_stage = [folder for folder in folders if (step_of(folder) or 0) > begun]
+    losses = {folder: loss for folder in of_stage if (loss := _validation_loss(folder)) is not None}
     if losses:
         kept.add(min(losses, key=lambda folder: losses[folder]))  # the oldest of equals
     for folder in folders:

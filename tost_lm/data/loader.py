@@ -228,7 +228,7 @@ class TrainingBatches:
     ) -> None:
         """
         Args:
-            stages: of the run so far, the last with these sizes; empty: one from step 0 on.
+            stages: of the run so far, the last with these sizes; empty: one from step 0 on, or the held-out split.
 
         Raises:
             ConfigError: a corpus is shorter than a sample.
@@ -257,8 +257,7 @@ class TrainingBatches:
         placed = []
         for one, tokens in zip(corpora.shards, tokens_of, strict=True):
             build = partial(_build_samples, one.lengths(documents), tokens, [*numbers].index(one.fingerprint), seed)
-            current = build(seq_len, packing, None), 0
-            placed.append(_place(one.fingerprint, read, seed, build) if read and documents == "train" else current)
+            placed.append(_place(one.fingerprint, read, seed, build) if read else (build(seq_len, packing, None), 0))
         self._samples = [samples for samples, _ in placed]
         self._first_numbers = np.array([number for _, number in placed])
         self._shard, self._packed = shard, packing == "best-fit"
@@ -302,8 +301,8 @@ class TrainingBatches:
     def _sample_numbers(self, step: int) -> "np.ndarray":
         """The samples of the run that this rank reads, int64 [N]; −1: padding."""
         samples = self._global_batch_size // self._shard.data_ranks
-        first = self._first_sample if self.samples is None else 0
-        first += (step - self._first_step) * self._global_batch_size + self._shard.data_rank * samples
+        of_step = self._first_sample + (step - self._first_step) * self._global_batch_size
+        first = of_step + self._shard.data_rank * samples
         sample_N = np.arange(first, first + samples)
         if self.samples is None:
             return sample_N

@@ -49,14 +49,19 @@ def require_same_kind(
 def require_unchanged(stage: Stage, records: Sequence[StageRecord], run_folder: Path, *, is_first: bool) -> None:
     """Raises ConfigError unless a stage that has ended is as it was."""
     record = [one for one in records if one.first_step < stage.config.train.steps][-1]
-    changed = changes(record.settings, stage.config)
-    if not is_first and record.first_step != stage.config.first_step:
-        changed.append(f"from_step: {record.first_step} → {stage.config.first_step}")
+    changed = changes(record.settings, stage.config) + _other_start(stage, records, is_first=is_first)
     if changed:
         raise ConfigError(
             f"{run_folder}: stage {stage.name} has ended; undo the change, or branch from a checkpoint: run.name=NEW "
             "train.branch_from=CHECKPOINT\n" + "\n".join(changed)
         )
+
+
+def _other_start(stage: Stage, records: Sequence[StageRecord], *, is_first: bool) -> list[str]:
+    """A line if a stage of [[stages]] did not begin where it says; an appended one may have followed."""
+    if is_first or any(record.first_step == stage.config.first_step for record in records):
+        return []
+    return [f"from_step of stage {stage.name}: {records[-1].first_step} → {stage.config.first_step}"]
 
 
 def as_recorded(
@@ -73,11 +78,9 @@ def as_recorded(
     """
     record = records[-1]
     here = stage.config.from_step(record.first_step)
-    if is_first and record.first_step:
+    if record.first_step != stage.config.first_step or (is_first and record.first_step):
         here = _with_warmup(here, record.warmup_steps)
-    changed = changes(record.settings, stage.config)
-    if not is_first and record.first_step != stage.config.first_step:
-        changed.append(f"from_step: {record.first_step} → {stage.config.first_step}")
+    changed = changes(record.settings, stage.config) + _other_start(stage, records, is_first=is_first)
     append = stage.config.run.on_config_change == "stage"
     try:
         if changed:
@@ -86,27 +89,27 @@ def as_recorded(
     except ConfigError:
         if not append:
             raise
-        if step >= stage.config.train.steps:
-            raise ConfigError(
-                f"{run_folder}: is after step {step}, and train.steps is {stage.config.train.steps}; set more steps"
-            ) from None
-        return appended(Stage(f"from-step-{step}", stage.config, stage.is_last), record, step), True
+        return appended(stage, record, step), True
     return stage._replace(config=here), False
 
 
-def appended(stage: Stage, before: StageRecord, step: int) -> Stage:
+def appended(stage: Stage, before: StageRecord, step: int, name: str = "") -> Stage:
     """A stage that starts after `step` steps of a run. It has a warm-up only if its settings ask for another one.
 
     Raises:
-        ConfigError: it has another optimizer.
+        ConfigError: it has another optimizer, or no steps.
     """
-    config = stage.config
+    config, name = stage.config, name or f"from-step-{step}"
+    if step >= config.train.steps:
+        raise ConfigError(
+            f"stage {name}: is after step {step}, and train.steps is {config.train.steps}; set more steps"
+        )
     optim = before.settings["optim"]
     if optim["kind"] != config.optim.kind:
-        raise other_optimizer(f"stage {stage.name}", optim["kind"])
+        raise other_optimizer(f"stage {name}", optim["kind"])
     asked = config.optim.warmup_steps is not None and config.optim.warmup_steps != optim["warmup_steps"]
     config = _with_warmup(config, config.optim.warmup_steps or 0 if asked else 0)
-    return stage._replace(config=config.from_step(step))
+    return stage._replace(name=name, config=config.from_step(step))
 
 
 def _with_warmup(config: PretrainConfig, steps: int) -> PretrainConfig:

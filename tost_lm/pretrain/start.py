@@ -151,7 +151,11 @@ def _resumed(
     require_same_kind(todo, read_model_config(checkpoint), progress.tokenizer_sha256, open_corpora)
     corpora = open_corpora(stage.config.data.folders)
     if not begins:
-        if _identities(records[-1].sources) != _identities(corpora.sources):
+        other = _identities(records[-1].sources) != _identities(corpora.sources)
+        if other and config.run.on_config_change == "stage":
+            stage = appended(given, records[-1], step)
+            return StartPoint(stage, corpora, (*records, record_of(stage, corpora, given.config)))
+        if other:
             raise CheckpointError(
                 f"{checkpoint}: was trained on other shards than those in "
                 f"{', '.join(map(str, stage.config.data.folders))}; choose another run.name"
@@ -202,17 +206,15 @@ def _with_initial_weights(
         )
     theirs = replace(Progress.read(folder), wandb_run_id="", tokenizer_sha256=start.corpora.tokenizer().sha256)
     if theirs.stages:
-        stage = appended(start.stage._replace(name="branch"), theirs.stages[-1], theirs.step)
+        stage = appended(start.stage, theirs.stages[-1], theirs.step, "branch")
         progress = theirs.in_stage(record_of(stage, start.corpora, start.stage.config))
     else:  # converted from the released code: it goes on with its schedule and its data
         if start.stage.config.optim.kind != "adamw":
             raise other_optimizer(what, "adamw")
         stage = start.stage._replace(config=start.stage.config.from_step(0))
+        if theirs.step >= (steps := stage.config.train.steps):
+            raise ConfigError(f"{what}: is after step {theirs.step}, and train.steps is {steps}; set more steps")
         progress = theirs.in_stage(record_of(stage, start.corpora, stage.config))
-    if theirs.step >= stage.config.train.steps:
-        raise ConfigError(
-            f"{what}: is after step {theirs.step}, and train.steps is {stage.config.train.steps}; set more steps"
-        )
     return start._replace(stage=stage, records=progress.stages, initial_weights=weights._replace(progress=progress))
 
 

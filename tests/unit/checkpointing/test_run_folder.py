@@ -7,11 +7,13 @@ import re
 import signal
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from stage_records import progress
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.checkpointing.run_folder import prune, require_disk_space_for_run, step_folder
@@ -45,6 +47,13 @@ def run(tmp_path: Path) -> Path:
 def test_the_newest_the_best_and_multiples_stay(run: Path):
     assert steps_left(run, 8, keep_latest_k=2, retain_interval=4) == [3, 4, 7, 8]
     assert steps_left(run, 8, keep_latest_k=1) == [3, 8]
+
+
+def test_the_best_is_that_of_the_stage(run: Path):
+    """Losses of other lengths or texts do not compare."""
+    stages = (*progress(8, 1, 4).stages, replace(progress(8, 1, 4).stages[0], first_step=4))
+    Progress(8, 8, validation_loss=1.8, stages=stages).write(step_folder(run, 8))
+    assert steps_left(run, 8, keep_latest_k=1) == [6, 8]
 
 
 def test_damaged_newer_ones_push_out_none(run: Path):
