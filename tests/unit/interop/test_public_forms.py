@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import tost_lm
-from tost_lm.config import validate
+from tost_lm.config import find_recipe, load_config, validate
 from tost_lm.data.tokenizers import CharacterTokenizer
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.inference.hugging_face import find_evaluated
@@ -30,7 +30,8 @@ from tost_lm.interop.qwen3 import QWEN3
 from tost_lm.interop.qwen3_5 import QWEN3_5
 from tost_lm.mixers.delta.layer import DeltaMixer
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.testing import assert_as_accurate
+from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, assert_close
 
 transformers = pytest.importorskip("transformers")
 
@@ -273,7 +274,10 @@ def test_strange_and_damaged_weights_are_named(tmp_path: Path):
 
 
 def test_a_model_of_another_form_is_not_written(tmp_path: Path):
-    tree = {"preset": "delta-350m", "layers": 4, "width": 32, "heads": 2, "vocab_size": 64, "softmax": {"kv_heads": 2}}
+    tree = {
+        "preset": "delta-350m", "layers": 4, "width": 32, "heads": 2, "vocab_size": 64, "norm_after": "",
+        "softmax": {"kv_heads": 2, "qk_norm": True},
+    }  # fmt: skip
     tokenizer = CharacterTokenizer(b'"ab"')
     with pytest.raises(ConfigError) as error:
         OLMO_HYBRID.write(tmp_path / "new", validate(ModelConfig, tree, "test"), {}, tokenizer)
@@ -282,6 +286,19 @@ def test_a_model_of_another_form_is_not_written(tmp_path: Path):
         "model.softmax.qk_norm True: OlmoHybridForCausalLM only has 'all-heads'; this model cannot be converted",
     ]
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("recipe", ["delta_350m", "delta_1b_32k", "delta_1b_8k_128k", "delta_3b_128k"])
+@torch.no_grad()
+def test_a_small_model_of_a_recipe_is_a_public_one(recipe: str, tmp_path: Path):
+    sizes = {"layers": 4, "heads": 2, "width": WIDTH, "vocab_size": VOCAB, "softmax.kv_heads": 1}
+    words = [f"model.{name}={size}" for name, size in sizes.items()]
+    torch.manual_seed(0)
+    ours = TostLM(load_config(PretrainConfig, find_recipe(Path(recipe)), words).model).eval()
+    OLMO_HYBRID.write(tmp_path / "new", ours.config, ours.state_dict(), CharacterTokenizer(b'"ab"'))
+    theirs, tokens_BT = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new"), torch.arange(60)[None]
+    with run_theirs("OLMo-Hybrid", torch.float32):
+        assert_close(ours(tokens_BT).logits, theirs(tokens_BT).logits, FLOAT32_REORDERED)
 
 
 def batches() -> Tensor:
