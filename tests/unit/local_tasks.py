@@ -14,8 +14,11 @@ import tost_lm.eval.lm_eval  # registers the model  # noqa: F401
 TASKS = Path(lm_eval.tasks.__file__).parent
 
 
-def run_local_task(folder: Path, task: str, documents: Sequence[dict[str, Any]], place: Path) -> tuple[dict, list]:
-    """Results and samples of the task in the file `task` of the harness, with the model in `folder`."""
+def run_local_task(
+    folder: Path, task: str, documents: Sequence[dict[str, Any]], place: Path, model: str = "tost_lm", options: str = ""
+) -> tuple[dict, list]:
+    """Results and samples of the task in the file `task` of the harness, with the model in `folder`, read by the
+    harness's class `model`."""
     place.mkdir()
     (place / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
     (place / "task.yaml").write_text(
@@ -25,12 +28,12 @@ def run_local_task(folder: Path, task: str, documents: Sequence[dict[str, Any]],
     )
     manager = TaskManager(include_path=str(place), include_defaults=False)
     found: Any = simple_evaluate(
-        model="tost_lm",
-        model_args=f"pretrained={folder}",
+        model=model,
+        model_args=f"pretrained={folder}{options}",
         tasks=["local"],
         task_manager=manager,
         bootstrap_iters=2,  # 0 would also leave out standard errors in closed form
-        batch_size="auto",
+        batch_size="auto" if model == "tost_lm" else 1,
     )
-    assert found["config"]["checkpoint"] == "export"
+    assert model != "tost_lm" or found["config"]["checkpoint"] == "export"
     return found["results"]["local"], found["samples"]["local"]
