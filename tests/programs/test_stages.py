@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 from forked import Forked, free_port
+from fresh_step import fresh_steps, state_of
 from programs import curve, refusal, run, snapshot, weights, write_corpus
 
 from tost_lm.checkpointing.format import Progress, StoredTensors
 from tost_lm.checkpointing.run_folder import step_folder
 from tost_lm.files import read_rows
-from tost_lm.testing import FLOAT32_REORDERED
+from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, run_on_ranks
 
 STAGES = """
 [[stages]]
@@ -150,6 +151,21 @@ def test_a_boundary_keeps_moments_and_master_weights(place: Path, dtype: str):
     assert all(moments[0][key].norm() * 0.95**2 <= moments[1][key].norm() * 1.001 for key in squares)
 
 
+def test_the_step_after_a_boundary_is_that_of_a_new_engine_with_the_same_state(place: Path):
+    """After a change of rate, batch, length and mixture; to the bit, and as accurate as torch alone."""
+    train(place, "one", "run.stop_at_step=5", "checkpoint.interval=1")
+    before, after = (step_folder(place / "runs/one", step) for step in (4, 5))
+    text = (place / "run.toml").read_text().replace('folder = "out/shards"', 'mixture = {"out/shards" = 3, other = 1}')
+    (place / "fresh.toml").write_text(text.replace("seq_len = 64", "seq_len = 128"))
+    words = [*MODEL, "train.global_batch_size=2", "optim.lr=5e-3"]
+    (found,) = run_on_ranks(fresh_steps, 1, place, "fresh.toml", words, before, after)
+    trained = state_of(after)
+    assert trained.keys() == found["engine"].keys() == found["float64"].keys()
+    for name, tensor in trained.items():
+        assert tensor.equal(found["engine"][name]), name
+        assert_as_accurate(tensor, found["float32"][name], found["float64"][name], name)
+
+
 def test_finished_stages_stay_and_later_ones_may_change(place: Path):
     train(place, "edited", "run.stop_at_step=6")
     write_recipe(place, "edited.toml", longest="optim.lr = 2e-3")
@@ -203,6 +219,61 @@ def test_other_shards_in_the_same_folder_are_one_more_stage(place: Path):
     assert "was trained on other shards" in refused(place, "replaced", *words, recipe="run.toml")
     train(place, "replaced", *words, "run.on_config_change=stage", recipe="run.toml")
     assert [stage.first_step for stage in Progress.read(step_folder(place / "runs/replaced", 4)).stages] == [0, 2]
+
+
+def test_a_rewind_goes_back_once(place: Path):
+    """Without a change it trains the same steps again, on the same schedule."""
+    folder = place / "runs/back"
+    train(place, "back", "run.stop_at_step=7")
+    error = refused(place, "back", "train.rewind=3")
+    assert error == "train.rewind 3: runs/back has no checkpoint after this step; set one of 4, 6, 7"
+    assert "rewound/" in train(place, "back", "train.rewind=6", "run.stop_at_step=7")
+    assert [row[0] for row in curve(place, "back")] == [*range(1, 8)]
+    assert _rewinds(step_folder(folder, 7)) == [
+        ("start", 0, 0, None),
+        ("longer", 4, 4, None),
+        ("rewound-to-6", 6, 4, 7),
+    ]
+    assert "rewound/" in train(place, "back", "train.rewind=4")  # where a stage begins
+    assert curve(place, "back") == curve(place, "whole")
+    assert weights(place, "back") == weights(place, "whole")
+    assert "reusing" in train(place, "back", "train.rewind=4")
+    assert _rewinds(step_folder(folder, 10)) == [("start", 0, 0, None), ("longer", 4, 4, 7), ("longest", 8, 8, None)]
+    first, second = sorted((folder / "rewound").iterdir())
+    assert [path.name for path in first.glob("step_*")] == ["step_00000007"]
+    assert {path.name for path in second.glob("step_*")} == {"step_00000006", "step_00000007"}
+    assert len(read_rows(first / "metrics.jsonl")) == 7
+    assert "has no checkpoint; remove it" in refused(place, "new", "train.rewind=2")
+
+
+def _rewinds(checkpoint: Path) -> list[tuple[str, int, int, int | None]]:
+    stages = Progress.read(checkpoint).stages
+    return [(stage.name, stage.first_step, stage.schedule_from, stage.rewound_from) for stage in stages]
+
+
+@pytest.mark.quick
+def test_a_rewind_skips_steps(place: Path):
+    words = ["train.steps=6", "checkpoint.interval=2"]
+    train(place, "spike", *words, "run.stop_at_step=5", recipe="run.toml")
+    words.append("data.skip_steps=[[3, 4]]")
+    error = refused(place, "spike", *words, recipe="run.toml")
+    assert error.splitlines()[1] == "data.skip_steps: [] → [[3, 4]]"
+    words.append("train.rewind=2")
+    train(place, "spike", *words, "run.stop_at_step=4", recipe="run.toml")
+    assert "resuming" in train(place, "spike", *words, recipe="run.toml")  # it does not rewind again
+    straight = ["train.steps=6", "data.skip_steps=[[3, 4]]"]
+    train(place, "straight", *straight, recipe="run.toml")
+    assert curve(place, "spike") == curve(place, "straight")
+    assert [row[0] for row in curve(place, "spike")] == [1, 2, 5, 6]
+    progress = Progress.read(step_folder(place / "runs/spike", 6))
+    assert (progress.step, progress.updates) == (6, 4)
+    skipped = [row for row in read_rows(place / "runs/spike/events.jsonl") if row["event"] == "skipped"]
+    assert [(row["step"], row["why"], row["samples"]) for row in skipped] == [
+        (3, "data.skip_steps", [8, 11]), (4, "data.skip_steps", [12, 15]),
+    ]  # fmt: skip
+    card = (step_folder(place / "runs/spike", 6) / "README.md").read_text()
+    assert "| stage rewound-to-2 | 4 of 4 steps of 4 sequences" in card
+    assert "rewound here from step 5 |" in card
 
 
 @pytest.mark.parametrize(
