@@ -2,8 +2,10 @@
 
 import random
 import shutil
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from forked import Forked, free_port
 from fresh_step import fresh_steps, state_of
@@ -102,20 +104,16 @@ def test_a_run_stopped_in_each_stage_is_the_unbroken_one(place: Path):
 
 
 @pytest.mark.slow
-def test_a_run_killed_ten_times_is_the_unbroken_one(place: Path):
-    chance = random.Random(0)
+def test_a_run_on_different_layouts_killed_ten_times_is_the_unbroken_one(place: Path):
+    words, chance = [*MODEL, "launch.ranks=2", "parallel.zero_stage=2"], random.Random(0)
+    train(place, "layouts", *words, recipe="layouts.toml")
     for _ in range(10):  # `finish` kills it
-        Forked("tost train", "stages.toml", "run.name=killed", *MODEL, cwd=place).finish(chance.uniform(0.5, 12.0))
-    train(place, "killed")
-    assert curve(place, "killed") == curve(place, "whole")
-    assert weights(place, "killed") == weights(place, "whole")
-
-
-@pytest.mark.slow
-def test_stages_have_their_own_layouts(place: Path):
-    for name in ("layouts", "again"):
-        train(place, name, "launch.ranks=2", "parallel.zero_stage=2", recipe="layouts.toml")
-    assert curve(place, "layouts") == curve(place, "again")
+        Forked("tost train", "layouts.toml", "run.name=killed", *words, cwd=place).finish(chance.uniform(0.5, 16.0))
+        while any("run.name=killed" in (one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])):
+            time.sleep(0.1)  # ranks end after their launcher
+    train(place, "killed", *words, recipe="layouts.toml")
+    assert curve(place, "killed") == curve(place, "layouts")
+    assert weights(place, "killed") == weights(place, "layouts")
     for found, expected in zip(curve(place, "layouts"), curve(place, "whole"), strict=True):
         assert found == pytest.approx(expected, rel=256 * FLOAT32_REORDERED)
 
