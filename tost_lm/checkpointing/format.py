@@ -168,11 +168,15 @@ def read_object(path: Path) -> dict[str, Any]:
 class StoredTensors(Mapping[str, "Tensor"]):
     """The tensors of a checkpoint folder's shards by name, each read from its file on access."""
 
-    def __init__(self, folder: Path, kind: Literal["model", "optimizer"], framework: str = "pt") -> None:
-        """`framework` "np" returns NumPy arrays and does not need torch."""
+    def __init__(
+        self, folder: Path, kind: Literal["model", "optimizer"], framework: str = "pt", backend: str = "mmap"
+    ) -> None:
+        """`framework` "np" returns NumPy arrays and does not need torch. `backend` "pread" does not map the files into
+        memory, where their pages would stay."""
         from safetensors import safe_open
 
-        files = [safe_open(regular_file(folder / name), framework=framework) for name in shard_entries(folder, kind)]
+        paths = [regular_file(folder / name) for name in shard_entries(folder, kind)]
+        files = [safe_open(path, framework=framework, backend=backend) for path in paths]
         self._files = {
             name.removeprefix(HUGGING_FACE_PREFIX): (file, name)
             for file in files

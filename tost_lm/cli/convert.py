@@ -18,7 +18,7 @@ sample.py imports another model file and cannot sample from any ToST checkpoint:
 form of the Hugging Face library (convert.to=llama, …) the result is a folder that its from_pretrained reads, with a
 tokenizer and a model card. The model must have this form, at any size. With convert.like=FOLDER, where FOLDER is the
 model that was first converted, the files of its tokenizer, its chat template, its other settings and the dtypes of its
-weights are kept.
+weights are kept. Of a model of images, the result is a copy with the new text part.
 
 With convert.mean_of=N the source is a run folder, and the weights are the mean of those of its newest N valid
 checkpoints.
