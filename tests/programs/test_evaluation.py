@@ -248,6 +248,19 @@ def test_a_flipped_bit_in_the_held_out_text_is_noticed(copy: Path, prepared: Pat
     assert "valid_00000.bin: damaged" in output
 
 
+def test_linked_token_files_have_no_bits_per_byte(evaluated: Path, tmp_path: Path):
+    prefix, folder = evaluated / "out/shards/train_00000", tmp_path / "linked"
+    run(
+        "tost prepare shards", f"corpus.source={prefix}", "corpus.valid_fraction=0.1", f"shards.folder={folder}",
+        f"tokenizer.path={evaluated}/out/tokenizer.model", cwd=tmp_path,
+    )  # fmt: skip
+    words = (evaluated / "runs/tiny", f"heldout.shards={folder}")
+    refused = refusal("tost eval", words[0], "heldout", *words[1:], cwd=tmp_path)
+    assert f"heldout@bpb: {folder} links token files, so the bytes of its documents are unknown; give " in refused
+    shown = run("tost prepare inspect", folder, "inspect.documents=1", cwd=tmp_path)
+    assert "-  -\n" in shown
+
+
 def test_an_export_has_its_own_results(copy: Path):
     step = copy / "runs/tiny/checkpoints/step_00000012"
     model = tost_lm.load(step)
