@@ -147,7 +147,8 @@ def remove_temp_folder(path: Path) -> Path:
 def publish_folder(temp: Path, path: Path) -> None:
     """Flush every file of `temp` to disk and rename it to `path`, replacing an older folder."""
     for entry in [*temp.rglob("*"), temp]:
-        flush(entry)
+        if not entry.is_symlink():
+            flush(entry)
     old = backup_folder(path)
     restore_backup(path)
     if path.exists():

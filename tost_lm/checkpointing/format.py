@@ -58,9 +58,6 @@ GIVE = "give a run folder, a step folder or an export"
 SHARD = re.compile(r"(model|optimizer)(?:-.*)?\.safetensors")
 REPLACE = "delete the checkpoint or copy it again"
 
-CLASSES = "classes"
-"""The setting that all classifiers have, and language models lack."""
-
 FileEntry = dict[str, Any]
 """A file in the manifest, as `_File`."""
 
@@ -143,11 +140,9 @@ def read_model_config(folder: Path) -> ModelConfig:
     """The settings of the language model in a checkpoint folder.
 
     Raises:
-        CheckpointError: it is another model, or needs a plugin that the user has not named.
+        CheckpointError: it needs a plugin that the user has not named.
         ConfigError: its settings are invalid, or the plugin that the user has named has another text.
     """
-    if is_classifier(folder):
-        raise CheckpointError(f"{folder}: a classifier, not a language model; give the folder of a language model")
     path = folder / MODEL
     is_ours = path.is_file()
     path = path if is_ours else folder / HUGGING_FACE_MODEL
@@ -160,12 +155,6 @@ def read_model_config(folder: Path) -> ModelConfig:
             )
     fields = tree if is_ours else {name: tree[name] for name in ModelConfig.model_fields if name in tree}
     return validate(ModelConfig, fields, str(path))
-
-
-def is_classifier(folder: Path) -> bool:
-    """Whether the model of a checkpoint folder is a classifier, which has no tokenizer."""
-    path = folder / MODEL
-    return path.is_file() and CLASSES in read_object(path)
 
 
 def read_object(path: Path) -> dict[str, Any]:

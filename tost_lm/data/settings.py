@@ -12,7 +12,7 @@ class CorpusConfig(Section):
     """The source of documents, the rows to keep, and the split."""
 
     source: Annotated[str, NAMES_FILES] = Field(min_length=1)
-    """`embedded` (the running Python's own documentation and sources); a file, a folder or a glob of .txt, .md, .jsonl, .json, .parquet, .arrow files (text and JSON also as .gz, .zst); or `hub:NAME` for a Hugging Face dataset."""
+    """`embedded` (the running Python's own documentation and sources); a file, a folder or a glob of .txt, .md, .jsonl, .json, .parquet, .arrow files (text and JSON also as .gz, .zst); `hub:NAME` for a Hugging Face dataset; or token files of Megatron, by PREFIX of PREFIX.bin and PREFIX.idx or by a glob that ends in .idx."""
     text_field: str = "text"
     """Field with the text of a document in JSON, Parquet, Arrow and hub datasets."""
     text_documents: Literal["file", "line"] = "file"
@@ -95,6 +95,8 @@ class ShardsConfig(Section):
     """A shard ends with the document that brings it to this many tokens."""
     workers: int | None = Field(default=None, gt=0)
     """Number of tokenizing processes; unset: all cores. The result does not depend on it."""
+    hash_tokens: bool = False
+    """Linked token files: hash all tokens, which reads the files once; otherwise only the first 1 MiB of each shard."""
     rebuild: bool = False
     """Replace existing shards of another corpus, tokenizer or settings. Runs that used them do not resume with the new ones."""
 

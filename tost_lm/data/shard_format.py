@@ -2,6 +2,8 @@
 
 A shard is NAME.bin (token ids, document after document) and NAME.idx (offsets of documents). The folder also holds the
 tokenizer's file, manifest.json with the sizes and hashes of all files, and bad_rows.jsonl if rows could not be read.
+Token files that Megatron wrote are linked: NAME.bin and NAME.idx are links to them, and the shard is some of their
+documents.
 
 A killed build resumes from its last commit with the same bytes: documents are appended in the order of the corpus, a
 commit flushes the files and returns their sizes, and to resume, the files are truncated to these sizes. megatron-core's
@@ -13,7 +15,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
@@ -41,18 +43,29 @@ Count = Annotated[int, Field(ge=0, lt=1 << 48)]
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
-class ShardEntry(Section):
-    """One shard, `name`.bin and `name`.idx; `bytes` counts the text in UTF-8.
+class LinkedEntry(Section):
+    """The linked files of a shard, and where it begins in them; documents without tokens do not count."""
 
-    Hashes are XXH3-128 in hex, of the whole .idx and of each 1 MiB of the .bin.
+    first_document: Count
+    first_token: Count
+    bin_bytes: Count
+    idx_bytes: Count
+
+
+class ShardEntry(Section):
+    """One shard, `name`.bin and `name`.idx; `bytes` counts the text in UTF-8 (None: unknown).
+
+    Hashes are XXH3-128 in hex, of the whole .idx and of each 1 MiB of the shard in the .bin; of linked files perhaps
+    only of the first.
     """
 
     name: str = Field(pattern=rf"^({'|'.join(SPLITS)})_[0-9]{{5,}}$")
     documents: Count = Field(gt=0)
     tokens: Count = Field(gt=0)
-    bytes: Count
+    bytes: Count | None
     idx_xxh3: Hash
     bin_xxh3: list[Hash]
+    linked: LinkedEntry | None = None
 
 
 class SplitEntry(Section):
@@ -60,7 +73,7 @@ class SplitEntry(Section):
 
     documents: Count
     tokens: Count
-    bytes: Count
+    bytes: Count | None
     shards: list[ShardEntry]
 
 
@@ -107,7 +120,8 @@ class Manifest(Section):
             raise ValueError("tokenizer.eot is not in the vocabulary")
         for split in SPLITS:
             for shard in getattr(self.splits, split).shards:
-                if len(shard.bin_xxh3) != -(-shard.tokens * ITEM_BYTES[self.dtype] // HASH_BLOCK_BYTES):
+                blocks = -(-shard.tokens * ITEM_BYTES[self.dtype] // HASH_BLOCK_BYTES)
+                if len(shard.bin_xxh3) not in ({blocks, 1} if shard.linked else {blocks}):
                     raise ValueError(f"{shard.name}: not one hash for each block of its tokens")
         return self
 
@@ -129,7 +143,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if content is None:
         raise DataError(f"{path}: damaged, its content does not match its hash; {AGAIN}")
     try:
-        return Manifest.model_validate_json(content).model_dump()
+        return Manifest.model_validate_json(content).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise DataError(f"{path}: not {FORMAT} ({first_problem(error)}); {AGAIN}") from None
 
@@ -139,16 +153,26 @@ def dtype_for(vocab_size: int) -> Literal["uint16", "int32"]:
     return "uint16" if vocab_size <= 1 << 16 else "int32"
 
 
-def block_hashes(path: Path) -> Iterator[str]:
-    """XXH3-128 of each block of a file, in hex."""
+def block_hashes(path: Path, start: int = 0, end: int | None = None) -> Iterator[str]:
+    """XXH3-128 of each block of the bytes [start, end) of a file, in hex."""
     with regular_file(path).open("rb") as file:
-        while block := file.read(HASH_BLOCK_BYTES):
+        file.seek(start)
+        left = path.stat().st_size - start if end is None else end - start
+        while block := file.read(min(HASH_BLOCK_BYTES, left)):
+            left -= len(block)
             yield xxhash.xxh3_128_hexdigest(block)
 
 
-def index_size(documents: int) -> int:
-    """Bytes of the .idx file of a shard: header, int32 lengths, int64 byte offsets, int64 document index."""
-    return INDEX_HEADER.size + documents * (4 + 8) + (documents + 1) * 8
+def file_sizes(entry: dict[str, Any], dtype: str) -> tuple[int, int]:
+    """Bytes of the .bin and of the .idx file of a shard."""
+    if linked := entry.get("linked"):
+        return linked["bin_bytes"], linked["idx_bytes"]
+    return entry["tokens"] * ITEM_BYTES[dtype], index_size(entry["documents"], entry["documents"])
+
+
+def index_size(sequences: int, documents: int) -> int:
+    """Bytes of an .idx file: header, int32 lengths and int64 byte offsets of sequences, int64 document index."""
+    return INDEX_HEADER.size + sequences * (4 + 8) + (documents + 1) * 8
 
 
 def index_bytes(lengths: "np.ndarray", dtype: str) -> bytes:
@@ -160,6 +184,43 @@ def index_bytes(lengths: "np.ndarray", dtype: str) -> bytes:
     return header + lengths.astype(np.int32).tobytes() + offsets.astype(np.int64).tobytes() + documents.tobytes()
 
 
+class Index(NamedTuple):
+    """The content of an .idx file."""
+
+    dtype: str
+    lengths: "np.ndarray"
+    """Tokens of each document that has any, int32 [documents]."""
+    empty: int
+    """Documents without tokens."""
+
+
+def parse_index(path: Path, data: bytes) -> Index:
+    """The index with the bytes `data`, as Megatron writes it: a document may have several sequences.
+
+    Raises:
+        DataError: not an index, of tokens of another type, or damaged; the message names `path`.
+    """
+    again = "write or copy the file again"
+    if len(data) < INDEX_HEADER.size or data[:17] != INDEX_HEADER.pack(INDEX_MAGIC, 1, 0, 0, 0)[:17]:
+        raise DataError(f"{path}: not an index of Megatron's IndexedDataset; {again}")
+    _, _, code, sequences, bounds = INDEX_HEADER.unpack_from(data)
+    dtype = next((name for name, of_name in DTYPE_CODES.items() if of_name == code), None)
+    if dtype is None:
+        raise DataError(f"{path}: its tokens have type code {code}; write them as uint16 (8) or int32 (4)")
+    if len(data) != index_size(sequences, bounds - 1):
+        raise DataError(f"{path}: damaged, {len(data)} bytes instead of {index_size(sequences, bounds - 1)}; {again}")
+    length_S = np.frombuffer(data, np.int32, sequences, INDEX_HEADER.size)
+    offset_S = np.frombuffer(data, np.int64, sequences, INDEX_HEADER.size + 4 * sequences)
+    bound_D = np.frombuffer(data, np.int64, bounds, INDEX_HEADER.size + 12 * sequences)
+    end_S = np.concatenate([np.zeros(1, np.int64), np.cumsum(length_S, dtype=np.int64)])
+    ascending = bounds and bound_D[0] == 0 and bound_D[-1] == sequences and (np.diff(bound_D) >= 0).all()
+    if not ascending or (length_S < 0).any() or (offset_S != end_S[:-1] * ITEM_BYTES[dtype]).any():
+        raise DataError(f"{path}: damaged, its lengths, offsets and documents do not agree; {again}")
+    length_D = np.diff(end_S[bound_D])
+    kept_D = length_D[length_D > 0].astype(np.int32)
+    return Index(dtype, kept_D, len(length_D) - len(kept_D))
+
+
 def read_lengths(path: Path, entry: dict[str, Any]) -> "np.ndarray":
     """Tokens of each document, int32 [documents], from the .idx file of a shard's manifest entry.
 
@@ -169,8 +230,9 @@ def read_lengths(path: Path, entry: dict[str, Any]) -> "np.ndarray":
     data = regular_file(path).read_bytes()
     if xxhash.xxh3_128_hexdigest(data) != entry["idx_xxh3"]:
         raise DataError(f"{path}: damaged, its hash differs from the manifest; {AGAIN}")
-    lengths = np.frombuffer(data, np.int32, entry["documents"], INDEX_HEADER.size).copy()  # frees the rest of the file
-    if lengths.min() < 1 or lengths.sum(dtype=np.int64) != entry["tokens"]:
+    first = entry["linked"]["first_document"] if "linked" in entry else 0
+    lengths = parse_index(path, data).lengths[first : first + entry["documents"]]
+    if len(lengths) != entry["documents"] or lengths.sum(dtype=np.int64) != entry["tokens"]:
         raise DataError(f"{path}: its lengths are not those of {entry['tokens']:,} tokens; {AGAIN}")
     return lengths
 

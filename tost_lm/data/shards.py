@@ -13,7 +13,7 @@ from tost_lm.data.shard_format import (
     BAD_ROWS,
     HASH_BLOCK_BYTES,
     SPLITS,
-    index_size,
+    file_sizes,
     read_lengths,
     read_manifest,
 )
@@ -45,16 +45,15 @@ class Shards:
             DataError: not a shard folder, an unknown format, a missing or truncated file, or another tokenizer.
         """
         shards = cls(folder, read_manifest(folder))
-        itemsize = np.dtype(shards.manifest["dtype"]).itemsize
         for split in SPLITS:
             for entry in shards.entries(split):
-                _check_size(folder / f"{entry['name']}.bin", entry["tokens"] * itemsize)
-                _check_size(folder / f"{entry['name']}.idx", index_size(entry["documents"]))
+                for ending, size in zip(("bin", "idx"), file_sizes(entry, shards.manifest["dtype"]), strict=True):
+                    _check_size(folder / f"{entry['name']}.{ending}", size)
         shards._check_tokenizer()
         return shards
 
     def verify(self, *splits: str) -> None:
-        """The full check of the named splits (default: all): read every byte and compare the hashes.
+        """The full check of the named splits (default: all): read everything that has a hash and compare it.
 
         Raises:
             DataError: a hash differs, or as `TokenShard`.
@@ -63,7 +62,7 @@ class Shards:
             for entry in self.entries(split):
                 self._lengths(entry)
             for shard in self.token_arrays(split):
-                shard[:]
+                shard.verify()
         self._check_tokenizer()
 
     def tokenizer(self) -> Tokenizer:
@@ -98,7 +97,8 @@ class Shards:
             lengths = self._lengths(entry)
             ends = np.cumsum(lengths, dtype=np.int64)
             for number in range(first, entry["documents"]):
-                yield tokens[ends[number] - lengths[number] : ends[number] - 1]
+                document = tokens[ends[number] - lengths[number] : ends[number]]
+                yield document[:-1] if document[-1] == self.eot else document  # linked documents may have none
             first = max(first - entry["documents"], 0)
 
     def texts(self, split: str) -> "Iterator[str]":
@@ -137,12 +137,13 @@ class TokenShard:
     def __init__(self, folder: Path, entry: dict[str, Any], dtype: str, vocab_size: int) -> None:
         """`entry` of the manifest. Raises DataError if the file is missing or has another size."""
         self._path, self._tokens, self._hashes = folder / f"{entry['name']}.bin", entry["tokens"], entry["bin_xxh3"]
-        self._bytes, self._vocab_size = self._tokens * np.dtype(dtype).itemsize, vocab_size
+        self._bytes, self._vocab_size = file_sizes(entry, dtype)[0], vocab_size
         self.check_size()
+        self._start = entry["linked"]["first_token"] * np.dtype(dtype).itemsize if "linked" in entry else 0
         # A slice of an np.memmap takes 2 µs.
-        self._array = np.asarray(np.memmap(regular_file(self._path), dtype, "r"))
+        self._array = np.asarray(np.memmap(regular_file(self._path), dtype, "r", self._start, (self._tokens,)))
         self._block_tokens = HASH_BLOCK_BYTES // self._array.itemsize
-        self._checked = bytearray(len(self._hashes))
+        self._checked = bytearray(-(-self._tokens // self._block_tokens))
 
     def __len__(self) -> int:
         return self._tokens
@@ -155,6 +156,10 @@ class TokenShard:
             self._check(block)
         return self._array[start:stop]
 
+    def verify(self) -> None:
+        """Check all blocks that have a hash. Raises DataError as a slice."""
+        self[: len(self._hashes) * self._block_tokens]
+
     def check_size(self) -> None:
         """Raises DataError if the file is missing or has another size than in the manifest."""
         _check_size(self._path, self._bytes)
@@ -163,8 +168,8 @@ class TokenShard:
         self.check_size()  # the kernel ends a process that reads a map after the end of its file
         first = block * self._block_tokens
         tokens = self._array[first : first + self._block_tokens]
-        start = first * tokens.itemsize
-        if xxhash.xxh3_128_hexdigest(tokens.data) != self._hashes[block]:
+        start = self._start + first * tokens.itemsize
+        if block < len(self._hashes) and xxhash.xxh3_128_hexdigest(tokens.data) != self._hashes[block]:
             raise DataError(
                 f"{self._path}: damaged between bytes {start:,} and {start + tokens.nbytes:,}, their hash differs from "
                 f"the manifest; {AGAIN}"

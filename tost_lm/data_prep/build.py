@@ -29,10 +29,11 @@ from tost_lm.data.shard_format import (
     dtype_for,
     read_manifest,
 )
-from tost_lm.data.sources import Block, Position, Splitter, count_rows, fingerprint, read_blocks
+from tost_lm.data.sources import Block, Position, Splitter, count_rows, fingerprint, read_blocks, token_files
 from tost_lm.data.sources.blocks import corpus_changed, too_many_bad
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer
 from tost_lm.data.workers import Encoded, available_cores, encoded_blocks
+from tost_lm.data_prep.linked import link_tokens
 from tost_lm.errors import DataError
 from tost_lm.files import (
     backup_folder,
@@ -126,8 +127,8 @@ def build_shards(
 ) -> dict[str, Any]:
     """Tokenize a corpus into `config.shards.folder`, replacing existing shards, and return the manifest.
 
-    A document is stored as its tokens and the end-of-text id. An unfinished build of the same corpus, settings and
-    tokenizer is resumed. `report` is called at the start and after each block.
+    A document is stored as its tokens and the end-of-text id; token files of Megatron are linked. An unfinished build
+    of the same corpus, settings and tokenizer is resumed. `report` is called at the start and after each block.
 
     Raises:
         DataError: the corpus cannot be read, has more bad rows than allowed or leaves a split empty; the folder cannot
@@ -141,7 +142,8 @@ def build_shards(
         with _locked(folder):
             temp.mkdir(exist_ok=True)
             if not _finished(temp, wanted):
-                _build(config, tokenizer, temp, wanted, report)
+                make = _link if token_files(config.corpus.source) else _build
+                make(config, tokenizer, temp, wanted, report)
             manifest = read_manifest(temp)
             _remove(temp, f"*.{LENGTHS}", JOURNAL, ".*.tmp")  # .tmp: from killed writes
             publish_folder(temp, folder)
@@ -165,6 +167,7 @@ def identity(config: DataPrepConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "settings": {
             **config.corpus.model_dump(mode="json", exclude=without_effect),
             "shard_tokens": config.shards.shard_tokens,
+            **({"hash_tokens": config.shards.hash_tokens} if token_files(config.corpus.source) else {}),
         },
         "tokenizer": {"sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot},
         "dtype": dtype_for(tokenizer.vocab_size),
@@ -248,11 +251,29 @@ def _build(
     finally:
         for writer in writers.values():
             writer.abandon()
-    _check_splits(config, splits)
     if bad := journal.bad_rows():
         write_rows(temp / BAD_ROWS, bad)
-    content = json.dumps({**wanted, "source": config.corpus.source, "rows": journal.rows, "splits": splits})
-    write_atomically(temp / MANIFEST, manifest_bytes(Manifest.model_validate_json(content).model_dump()))
+    _finish(config, temp, {**wanted, "rows": journal.rows, "splits": splits})
+
+
+def _link(
+    config: DataPrepConfig,
+    tokenizer: Tokenizer,
+    temp: Path,
+    wanted: dict[str, Any],
+    report: Callable[[BuildProgress], None],
+) -> None:
+    """Link token files instead."""
+    _remove(temp, "*")
+    write_atomically(temp / tokenizer.file_name, tokenizer.model_bytes)
+    _finish(config, temp, wanted | link_tokens(config, temp)._asdict())
+
+
+def _finish(config: DataPrepConfig, temp: Path, content: dict[str, Any]) -> None:
+    """Check the splits and write the manifest."""
+    _check_splits(config, content["splits"])
+    manifest = Manifest.model_validate_json(json.dumps({**content, "source": config.corpus.source}))
+    write_atomically(temp / MANIFEST, manifest_bytes(manifest.model_dump(exclude_unset=True)))
 
 
 def _check_bad_rows(config: DataPrepConfig, journal: Journal, temp: Path, more: int) -> None:

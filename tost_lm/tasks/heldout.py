@@ -55,6 +55,11 @@ class Heldout(Task):
     def open(self, evaluation: Evaluation, family: Family) -> Measurement:
         settings, window = evaluation.config.heldout, evaluation.config.zero_shot
         shards = evaluation.evaluated.open_shards(settings.shards)
+        if shards.manifest["splits"]["valid"]["bytes"] is None:
+            raise ConfigError(
+                f"{NAME}: {shards.folder} links token files, so the bytes of its documents are unknown; give shards of "
+                "text (heldout.shards=FOLDER), or read the loss of held-out documents in training (validation.every)"
+            )
         identity = evaluation.evaluated.identity(settings, shards)
         identity["settings"] |= {"window_tokens": window.window_tokens}
         measure = partial(self._measure, evaluation, settings, window, shards)

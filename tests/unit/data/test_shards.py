@@ -238,12 +238,11 @@ def test_a_crafted_shard_entry_is_refused_in_one_line(folder, field, value):
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("lengths", [[-5, 10], [3, 3]])
-def test_an_index_of_other_lengths_is_refused(folder, lengths):
+def test_an_index_of_other_lengths_is_refused(folder):
     """It has the hash in the manifest, but not the lengths of the shard's documents."""
     tree = json.loads(content_of(folder))
     entry = tree["splits"]["valid"]["shards"][0]
-    index = index_bytes(np.resize(np.array(lengths, np.int32), entry["documents"]), "uint16")
+    index = index_bytes(np.full(entry["documents"], 3), "uint16")
     (folder / f"{entry['name']}.idx").write_bytes(index)
     entry["idx_xxh3"] = xxhash.xxh3_128_hexdigest(index)
     (folder / "manifest.json").write_bytes(manifest_bytes(tree))
@@ -259,7 +258,7 @@ def test_other_folders_are_refused(tmp_path):
 
 def test_dtypes_index_sizes_and_manifest_bytes():
     assert [dtype_for(size) for size in (300, 65_536, 65_537)] == ["uint16", "uint16", "int32"]
-    assert index_size(1) == 34 + 12 + 16
+    assert index_size(1, 1) == 34 + 12 + 16
     written = json.loads(manifest_bytes({"a": {"b": "naïve"}}))
     assert written.pop("xxh3")
     assert written == {"a": {"b": "naïve"}}

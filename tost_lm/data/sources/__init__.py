@@ -32,7 +32,7 @@ from tost_lm.data.sources.blocks import (
     parse,
     printable,
 )
-from tost_lm.data.sources.files import CorpusFile, corpus_files, format_of, left_out_files
+from tost_lm.data.sources.files import CorpusFile, corpus_files, format_of, left_out_files, token_files
 from tost_lm.data.sources.tables import hub_blocks, hub_fingerprint, hub_rows, known_rows
 from tost_lm.errors import ConfigError, DataError
 
@@ -46,6 +46,7 @@ __all__ = [
     "left_out_files",
     "parse",
     "read_blocks",
+    "token_files",
 ]
 
 
@@ -116,7 +117,9 @@ def fingerprint(corpus: CorpusConfig) -> str:
     elif corpus.source.startswith("hub:"):
         contents = [(corpus.source, hub_fingerprint(corpus))]
     else:
-        contents = [(file.name, file.size, file.mtime_ns) for file in corpus_files(corpus.source)]
+        contents = [
+            (file.name, file.size, file.mtime_ns) for file in token_files(corpus.source) or corpus_files(corpus.source)
+        ]
     digest = hashlib.sha256()
     for content in (settings, *contents):
         digest.update(json.dumps(content).encode())

@@ -72,10 +72,29 @@ def corpus_files(source: str) -> list[CorpusFile]:
         for _, file in found:
             if format_of(file) is None:
                 raise DataError(f"corpus.source {source}: {file} has no supported format; convert it to {SUPPORTED}")
-        return [
-            CorpusFile(name, file, (stat := regular_file(file).stat()).st_size, stat.st_mtime_ns)
-            for name, file in found
-        ]
+        return [_described(name, file) for name, file in found]
+    except OSError as error:
+        raise DataError(f"corpus.source {source}: {error.filename}: {error.strerror}") from None
+
+
+def _described(name: str, path: Path) -> CorpusFile:
+    stat = regular_file(path).stat()
+    return CorpusFile(name, path, stat.st_size, stat.st_mtime_ns)
+
+
+def token_files(source: str) -> list[CorpusFile]:
+    """The .idx file and then the .bin file of each pair that Megatron wrote; empty: a source of text.
+
+    The source is PREFIX of PREFIX.idx, or ends in .idx and may be a glob.
+
+    Raises:
+        DataError: a .bin file is missing.
+    """
+    prefix = Path(f"{source}.idx")
+    is_prefix = prefix.is_file() and not Path(source).exists()
+    indexes = [prefix] if is_prefix else map(Path, glob.glob(source) if source.endswith(".idx") else [])
+    try:
+        return [_described(path.name, path) for index in sorted(indexes) for path in (index, index.with_suffix(".bin"))]
     except OSError as error:
         raise DataError(f"corpus.source {source}: {error.filename}: {error.strerror}") from None
 

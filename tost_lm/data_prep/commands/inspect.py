@@ -39,10 +39,11 @@ def main(folder: Path, config: InspectShardsConfig) -> None:
     print(f"\n{'split':>5} {'shards':>7} {'documents':>13} {'tokens':>16} {'bytes':>16}  bytes per token")
     for split in SPLITS:
         entry = manifest["splits"][split]
-        ratio = f"{entry['bytes'] / entry['tokens']:.3f}" if entry["tokens"] else "-"
+        size = "-" if entry["bytes"] is None else f"{entry['bytes']:,}"
+        ratio = f"{entry['bytes'] / entry['tokens']:.3f}" if entry["bytes"] else "-"
         print(
             f"{split:>5} {len(entry['shards']):>7,} {entry['documents']:>13,} {entry['tokens']:>16,} "
-            f"{entry['bytes']:>16,}  {ratio}"
+            f"{size:>16}  {ratio}"
         )
     documents = manifest["splits"][config.inspect.split]["documents"]
     if documents > config.inspect.first:

@@ -10,6 +10,9 @@ shards.rebuild=true. Train a SentencePiece tokenizer first, with
 `tost prepare tokenizer`. If tokenizer.vocab_size is unset, any model in tokenizer.path is used. With tokenizer.kind=hf,
 tokenizer.path is a tokenizer.json, and tokenizer.eot_token is the token that ends a document. Files of a source folder
 with an unsupported ending are counted and left out.
+
+Token files of Megatron, corpus.source=PREFIX of PREFIX.bin and PREFIX.idx or a glob that ends in .idx, are linked and
+not copied.
 """
 
 import time
@@ -69,10 +72,9 @@ def main(_: Path | None, config: DataPrepConfig) -> None:
     for split in SPLITS:
         entry = manifest["splits"][split]
         if entry["documents"]:
-            print(
-                f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens, {entry['bytes']:,} bytes, "
-                f"{entry['bytes'] / entry['tokens']:.3f} bytes per token"
-            )
+            size = entry["bytes"]
+            text = "" if size is None else f", {size:,} bytes, {size / entry['tokens']:.3f} bytes per token"
+            print(f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens{text}")
     rows = manifest["rows"]
     if rows["bad"] or rows["left_out"]:
         print(f"{rows['read']:,} rows read, {rows['left_out']:,} left out by length, {rows['bad']:,} unreadable")
