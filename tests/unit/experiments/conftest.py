@@ -25,6 +25,16 @@ def slots() -> Iterator[ModuleType]:
 
 
 @pytest.fixture
+def convolution() -> Iterator[ModuleType]:
+    """The plugin of a gated convolution, registered for a test."""
+    from experiments.comparison import convolution  # the first import registers it
+
+    convolution.register(convolution.ConvolutionFacts(), convolution.GatedConvolution)
+    yield convolution
+    del FACTS[convolution.ConvolutionFacts.letter]
+
+
+@pytest.fixture
 def float64_model():
     def make(**settings) -> TostLM:
         small = {"layers": 2, "heads": 4, "width": 32, "vocab_size": 50, "max_positions": 64, "layer_scale": 0.5}

@@ -1,0 +1,111 @@
+"""Train the models of forms.toml with `tost train`, measure them on unseen books, and store each as a file in results/.
+
+    tost prepare tokenizer corpus.source=BOOKS …      (docs/experiments.md has the commands)
+    python -m experiments.comparison [comparison.forms='["qwen3-5"]'] [comparison.seeds=1]
+    python -m experiments.comparison comparison.tables=true
+
+A stopped run resumes, a finished one is not trained again. Models have equally many parameters, within 0.5 %.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+import tost_lm
+from experiments.comparison.tables import tables
+from experiments.comparison.text import Texts, measures
+from tost_lm.config import Section, load_config, read_toml, run_program
+from tost_lm.data.shards import Shards
+from tost_lm.errors import ConfigError, TostError
+from tost_lm.files import write_atomically
+from tost_lm.model.flops import parameters
+from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.version import VERSION, git_commit
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RECIPE, FORMS, RESULTS = HERE / "recipe.toml", HERE / "forms.toml", HERE / "results"
+HIDDEN_UNIT = 2
+
+
+class ComparisonSettings(Section):
+    """Which models are trained and measured."""
+
+    forms: list[str] = Field(default_factory=list)
+    """Names of forms.toml; empty: all, seed by seed."""
+    seeds: int | None = Field(default=None, gt=0)
+    """The first seeds only."""
+    tables: bool = False
+    """Print the tables of the stored results."""
+
+
+class ComparisonConfig(Section):
+    """Settings of `python -m experiments.comparison`."""
+
+    comparison: ComparisonSettings = Field(default_factory=ComparisonSettings)
+
+
+def main(_: Path | None, config: ComparisonConfig) -> None:
+    settings = config.comparison
+    if settings.tables:
+        print(tables(stored()))
+        return
+    forms = read_toml(FORMS)
+    if unknown := [name for name in settings.forms if name not in forms]:
+        raise ConfigError(f"comparison.forms: {', '.join(unknown)}: choose from {', '.join(forms)}")
+    names = settings.forms or list(forms)
+    for seed in range(max(forms[name]["seeds"] for name in names)):
+        for name in names:
+            if seed < min(forms[name]["seeds"], settings.seeds or seed + 1) and not result_file(name, seed).is_file():
+                write_atomically(result_file(name, seed), json.dumps(run(name, forms[name], seed), indent=1) + "\n")
+
+
+def result_file(name: str, seed: int) -> Path:
+    return RESULTS / f"{name}_{seed}.json"
+
+
+def stored() -> list[dict[str, Any]]:
+    """All results."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+
+
+def run(name: str, form: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Train and measure a model. Raises TostError if `tost train` fails."""
+    words = with_equal_parameters(form["settings"])
+    words += [f"train.seed={seed}", f"run.name={name}_{seed}"]
+    recipe = RECIPE
+    if change := form.get("in_the_decay"):
+        recipe = ROOT / "runs/comparison" / f"{name}.toml"
+        write_atomically(recipe, RECIPE.read_text() + change + "\n")
+    command = ["tost", "train", str(recipe.relative_to(ROOT)), *words]
+    print(" ".join(command), flush=True)
+    since = time.perf_counter()
+    module = [sys.executable, "-m", "tost_lm.cli.main", *command[1:]]
+    if code := subprocess.run(module, cwd=ROOT, check=False).returncode:
+        raise TostError(f"{' '.join(command)}: exit code {code}")
+    seconds = time.perf_counter() - since
+    config = load_config(PretrainConfig, recipe, words, from_user=True)
+    model = tost_lm.load(config.run_folder)
+    texts = Texts.of(Shards.open(next(iter(config.data.folders))))
+    return {
+        "form": name, "seed": seed, "command": command, "commit": git_commit(), "tost_lm": VERSION,
+        "parameters": parameters(config.model).total, "train_seconds": seconds,
+        **measures(model, texts, config.train.seq_len),
+    }  # fmt: skip
+
+
+def with_equal_parameters(words: list[str]) -> list[str]:
+    """The settings with so many hidden channels that the model has as many parameters as that of the recipe."""
+    count = lambda *words: parameters(load_config(PretrainConfig, RECIPE, words, from_user=True).model).total
+    small, next_one = (count(*words, f"model.mlp_hidden={n * HIDDEN_UNIT}") for n in (1, 2))
+    units = 1 + round((count() - small) / (next_one - small))
+    return [*words, f"model.mlp_hidden={units * HIDDEN_UNIT}"]
+
+
+if __name__ == "__main__":
+    run_program(main, name="experiments.comparison", doc=__doc__ or "", positional="[CONFIG]", config=ComparisonConfig)

@@ -1,0 +1,42 @@
+"""The tables of the stored results: means over seeds, and differences to the first form, paired by seed."""
+
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from experiments.comparison.text import DISTANCES, gain
+from tost_lm.markdown import table
+
+T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""The 97.5 % quantile of Student's t, by the number of values."""
+MEASURES = {
+    "loss": lambda result: fmean(result["loss"]),
+    "far": lambda result: fmean(result["far"]),
+    "copy": lambda result: fmean(result["copy"]),
+    **{f"rare {name}": lambda result, name=name: gain(result, name) for name in DISTANCES},
+}
+
+
+def tables(results: Sequence[dict[str, Any]]) -> str:
+    """Means, and paired differences to the form that is stored first, with 95 % t-intervals over seeds."""
+    forms = dict.fromkeys(result["form"] for result in results)
+    by_seed = {form: {one["seed"]: one for one in results if one["form"] == form} for form in forms}
+    means = [
+        (form, str(len(of)), *(f"{fmean(map(measure, of.values())):.3f}" for measure in MEASURES.values()))
+        for form, of in by_seed.items()
+    ]
+    parts = [table(("form", "seeds", *MEASURES), means)]
+    first, *others = by_seed
+    differences = [
+        (form, *(_difference(measure, by_seed[form], by_seed[first]) for measure in MEASURES.values()))
+        for form in others
+    ]
+    return "\n\n".join([*parts, f"Minus {first}:", table(("form", *MEASURES), differences)])
+
+
+def _difference(measure: Any, ours: dict[int, Any], theirs: dict[int, Any]) -> str:
+    values = [measure(ours[seed]) - measure(theirs[seed]) for seed in ours.keys() & theirs.keys()]
+    if len(values) < 2:
+        return f"{fmean(values):+.3f}" if values else "–"
+    error = T_QUANTILES[len(values)] * stdev(values) / len(values) ** 0.5
+    return f"{fmean(values):+.3f} ± {error:.3f}"

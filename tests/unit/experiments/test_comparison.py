@@ -1,0 +1,57 @@
+"""The comparison of shipped layers: its control conforms, and its measures are those of their definitions."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from toy_mixer import rank_shard
+
+from experiments.comparison import text
+from experiments.comparison.text import Occurrence, Texts, measures, rare_words, words
+from tost_lm.config import validate
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.flops import parameters
+from tost_lm.testing.conformance import EQUALITIES, check, layer_adapter
+
+SHAPE = {"layers": 1, "heads": 2, "width": 8, "vocab_size": 8, "positions": "none", "layer_scale": 1.0}
+PIECES = ["a", "bc", " ", "d", "e.", "fgh", "\n", "ijkl"]
+
+
+@pytest.mark.usefixtures("convolution")
+def test_the_gated_convolution_conforms():
+    config = validate(ModelConfig, {**SHAPE, "pattern": "G"}, "")
+    report = check(layer_adapter("G", config, rank_shard), tokens=24)
+    report.require()
+    assert report.with_result("not offered") == [EQUALITIES[7]]
+    model = TostLM(config)
+    assert parameters(config).total == sum(p.numel() for p in model.parameters())
+
+
+def test_words_have_their_tokens_and_rare_ones_their_distance(monkeypatch: pytest.MonkeyPatch):
+    tokens = np.array([0, 1, 2, 3, 4, 2, 5, 2, 0, 1])  # "abc de. fgh abc"
+    assert list(words(tokens, PIECES)) == [(0, 2, "abc"), (6, 7, "fgh"), (8, 10, "abc")]
+    monkeypatch.setattr(text, "NEAR", 4)
+    assert rare_words(tokens, PIECES, Counter(abc=3)) == [Occurrence(8, 10, 6)]
+    assert rare_words(tokens, PIECES, Counter(abc=4)) == []
+
+
+def test_a_model_without_memory_gains_nothing(monkeypatch: pytest.MonkeyPatch):
+    """And one of softmax attention has other losses after other texts."""
+    for name, value in (("STREAM", 64), ("STREAMS", 2), ("NEAR", 8), ("STEP", 16), ("PASSAGE", 8), ("PASSAGES", 8)):
+        monkeypatch.setattr(text, name, value)
+    monkeypatch.setattr(text, "DISTANCES", {"all": (8, 64)})
+    torch.manual_seed(0)
+    streams = torch.randint(8, (2, 65)).numpy()
+    texts = Texts(streams, [0, 1], [[Occurrence(40, 42, 20)], [Occurrence(60, 63, 30)]])
+    gains = {}
+    for pattern, window in (("A", 2), ("A", 0)):
+        config = validate(ModelConfig, {**SHAPE, "pattern": pattern, "softmax": {"window": window}}, "")
+        model = TostLM(config)
+        torch.nn.init.normal_(model.embedding.weight)
+        found = measures(model, texts, 16)
+        assert len(found["loss"]) == len(found["far"]) == 2
+        assert len(found["copy"]) == 8
+        gains[window] = [abs(value) for of_stream in found["rare"]["all"] for value in of_stream]
+    assert max(gains[2]) < 1e-5
+    assert min(gains[0]) > 1e-5
