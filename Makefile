@@ -64,7 +64,6 @@ env: .venv/complete
 .venv/complete: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 …" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
+	@# Python compiles what it imports; all that is installed takes it six times as long.
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[train,gpt2,report,docs,dev]'
-	@# compileall uses all cores, pip only one; it fails on the templates that some packages contain.
-	$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
 	touch .venv/complete

@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING
 from tost_lm.version import VERSION
 
 if TYPE_CHECKING:
-    from tost_lm.extra.vision.interop import load_vision as load_vision
     from tost_lm.interop.load import load as load
     from tost_lm.interop.load import load_tokenizer as load_tokenizer
 
 __version__ = VERSION
-__all__ = ["__version__", "load", "load_tokenizer", "load_vision"]
+__all__ = ["__version__", "load", "load_tokenizer"]
 
 
 def __getattr__(name: str):
@@ -19,8 +18,4 @@ def __getattr__(name: str):
         from tost_lm.interop import load as loading
 
         return getattr(loading, name)
-    if name == "load_vision":
-        from tost_lm.extra.vision.interop import load_vision
-
-        return load_vision
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@
     torch.ops.aten._flash_attention_forward, ._flash_attention_backward         flash attention of packed documents
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     ._scaled_dot_product_flash_attention_for_cpu_backward                       attention to keys in parts
-    torch._dynamo.config, torch._inductor, torch.utils._triton                  limits and compilers of torch.compile
+    torch._compile, torch._dynamo.config, torch._inductor, torch.utils._triton  limits and compilers of torch.compile
     DataLoader iterators' _workers and _shutdown_workers, and Python's
     Queue._on_queue_feeder_error                                                worker processes
     torch.utils._pytree, torch.utils._python_dispatch, OpOverload._schema       tests of conformance and of traffic
@@ -31,10 +31,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode", "pytree"]
+__all__ = ["TorchDispatchMode", "outside_of_graphs", "pytree"]
+outside_of_graphs = _disable_dynamo
+"""`torch.compiler.disable`, which would import the compiler at once: that takes as long as all else a model needs."""
 GLOO_ERRORS = ("gloo/transport/", "Application timeout caused pair closure")  # NCCL and the store raise DistError
 RECORDS = 2000
 FlashOffsets = tuple[Tensor, Tensor, int, int]

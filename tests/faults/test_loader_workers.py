@@ -41,6 +41,7 @@ def small_shared_memory(kilobytes: int, rank: int) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", "/dev/shm"], check=True)
 
 
+@pytest.mark.slow
 def test_too_little_shared_memory_ends_the_run_with_the_reason(workplace: Path, record_fault: RecordFault):
     if not can_mount():
         pytest.skip("no permission to mount a tmpfs over /dev/shm")
@@ -95,6 +96,7 @@ def is_waiting(running: Launch) -> bool:
     return running.step() == HUNG and running.heartbeat()["phase"] == "reading"
 
 
+@pytest.mark.slow
 def test_a_silent_worker_ends_a_run_of_one_rank_after_the_timeout(
     workplace: Path, record_fault: RecordFault, pace: Any
 ):

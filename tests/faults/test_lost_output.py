@@ -30,7 +30,7 @@ def redirect_to(file: int) -> None:
         setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
 
 
-@pytest.mark.parametrize("fault", [closed, full])
+@pytest.mark.parametrize("fault", [closed, pytest.param(full, marks=pytest.mark.slow)])
 def test_training_goes_on_without_output(workplace: Path, fault: Callable[[int], None], record_fault: RecordFault):
     with launch(workplace, 1, "train.steps=20", inject=fault) as running:
         assert running.wait() == [0]

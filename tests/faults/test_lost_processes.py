@@ -113,7 +113,6 @@ def test_a_killed_loader_worker_ends_the_run(
     record_fault("a loader worker killed", times(5), f"an error within {slowest:.1f} s; the batch order is unchanged")
 
 
-@pytest.mark.quick
 def test_out_of_memory_names_the_settings_to_change(workplace: Path, times: Times, record_fault: RecordFault):
     words = ("model.width=256", "train.micro_batch_size=4096", "train.global_batch_size=4096")
     for count in range(times(5)):

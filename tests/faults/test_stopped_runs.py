@@ -45,12 +45,15 @@ def assert_same_run(run_folder: Path, expected: Path, steps: int = 300) -> None:
 
 
 @pytest.mark.quick
-def test_ranks_killed_at_random(workplace: Path, uninterrupted: Path, times: Times, record_fault: RecordFault):
-    draws, count, step, saved = random.Random(1), times(5), 0, 0
+def test_ranks_killed_at_random(workplace: Path, times: Times, record_fault: RecordFault):
+    draws, count, steps, step, saved = random.Random(1), times(5), 100, 0, 0
+    words = f"train.steps={steps}"
+    train(workplace, 2, words)
+    uninterrupted = (workplace / "runs/tiny").rename(workplace / "runs/uninterrupted")
     for _ in range(count):
-        kill_at = draws.randint(saved + 1, saved + 300 // (count + 1))
+        kill_at = draws.randint(saved + 1, saved + steps // (count + 1))
         lost = draws.randrange(2)
-        with launch(workplace, 2) as running:
+        with launch(workplace, 2, words) as running:
             running.until(lambda: running.step() >= kill_at)
             running.send(signal.SIGKILL, lost)
             assert sorted(running.wait()) == [-signal.SIGKILL, 2], running.output()
@@ -61,10 +64,10 @@ def test_ranks_killed_at_random(workplace: Path, uninterrupted: Path, times: Tim
         saved = max(saved_steps(workplace / "runs/tiny"), default=0)
         # The newest save may be unfinished; it began after the one before it was complete.
         assert saved >= (step // 10 - 1) * 10, "more than one interval and one unfinished save is lost"
-    assert f"resuming from runs/tiny/checkpoints/step_{saved:08d}" in train(workplace, 2)
-    assert_same_run(workplace / "runs/tiny", uninterrupted)
+    assert f"resuming from runs/tiny/checkpoints/step_{saved:08d}" in train(workplace, 2, words)
+    assert_same_run(workplace / "runs/tiny", uninterrupted, steps)
     outcome = "the error names it; at most one interval and one unfinished save lost; bit-exact"
-    record_fault("a rank killed in a run of 300 steps", count, outcome)
+    record_fault(f"a rank killed in a run of {steps} steps", count, outcome)
 
 
 DEMO = Path(__file__).parents[2] / "configs/pretrain/demo.toml"
@@ -219,6 +222,7 @@ def jumping_clock(seconds: float, rank: int) -> None:
     time.time = lambda: real() + (seconds if Path("jump").exists() else 0.0)
 
 
+@pytest.mark.slow
 def test_a_wall_clock_that_jumps_does_not_change_the_time_limit(workplace: Path, record_fault: RecordFault):
     day_s, run = 86400.0, workplace / "runs/tiny"
     with launch(

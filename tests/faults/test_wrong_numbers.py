@@ -97,6 +97,7 @@ def test_a_run_that_skips_everything_ends(workplace: Path):
         assert "3 steps in a row were skipped (run.abort_after_skips)" in running.errors()[0]
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_ends_the_run_and_a_restart_works(workplace: Path, times: Times, record_fault: RecordFault):
     kinds = ("master weights", "exp_avg of", "exp_avg_sq of")
     for count in range(times(5)):

@@ -2,15 +2,12 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forked import ENVIRONMENT
-from programs import interrupt
+from programs import interrupt, peak_memory
 
 import tost_lm
 from tost_lm.checkpointing.format import write_checkpoint
@@ -32,12 +29,6 @@ SHAPE = {
     "pattern": "TDDA", "softmax": {"window": 256}, "layers": 4, "heads": 4, "width": 64, "max_positions": 1024,
     "positions": "none", "tssa": {"denom_bias": "head"}, "layer_scale": 1.0,
 }  # fmt: skip
-PEAK = """
-import resource, subprocess, sys
-subprocess.run(sys.argv[1:], check=True)
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
-"""
-"""Prints the peak memory of a command and all its processes in kB. The command inherits that of a small process."""
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +69,11 @@ def command(folder: Path, tokens: int, ranks: int) -> list[str]:
 
 def measure(folder: Path, tokens: int, ranks: int) -> tuple[int, dict[str, Any]]:
     """Peak memory in bytes of the largest process, and the result, which is removed."""
-    program, *words = command(folder, tokens, ranks)
-    line = [sys.executable, "-c", PEAK, sys.executable, "-m", "tost_lm.cli.main", *program.split()[1:], *words]
-    done = subprocess.run(line, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True)
+    peak = peak_memory(*command(folder, tokens, ranks), cwd=folder)
     path = folder / "model/eval/text@bpb/results.json"
     results = json.loads(path.read_text())
     path.unlink()
-    return 1024 * int(done.stdout.split()[-1]), results
+    return peak, results
 
 
 @pytest.mark.timeout(3600)

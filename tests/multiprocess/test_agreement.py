@@ -17,28 +17,28 @@ pytestmark = pytest.mark.quick
 HOST = socket.gethostname()
 
 
-def refusal(facts_of_ranks: list[dict[str, str]]) -> list[str]:
-    try:
-        require_agreement(facts_of_ranks[dist.get_rank()], "start all alike")
-    except ConfigError as error:
-        return str(error).splitlines()
-    return []
-
-
-def refusal_of_settings(settings_of_ranks: list[OptimConfig]) -> list[str]:
-    return refusal([settings_as_facts(settings) for settings in settings_of_ranks])
+def refusals(cases: list[list[dict[str, str]]]) -> list[list[str]]:
+    """The lines with which this rank refuses each case: facts of all ranks."""
+    found = []
+    for facts_of_ranks in cases:
+        try:
+            require_agreement(facts_of_ranks[dist.get_rank()], "start all alike")
+            found.append([])
+        except ConfigError as error:
+            found.append(str(error).splitlines())
+    return found
 
 
 def gather_own(values: list[Any]) -> list[Any]:
     return all_gather_object(values[dist.get_rank()])
 
 
-@pytest.mark.parametrize(
-    ("facts_of_ranks", "lines"),
-    [
-        ([{"shards": "9f8e", "torch": "2.13"}] * 3, []),
+def test_every_rank_names_the_odd_ones():
+    same, settings = {"shards": "9f8e", "torch": "2.13"}, [0.02, 0.01, 0.02, 0.02]
+    expected = [
+        ([same] * 4, []),
         (
-            [{"shards": "9f8e", "torch": "2.13"}] * 2 + [{"shards": "1a2b", "torch": "2.13"}, {"shards": "9f8e"}],
+            [same, same, {"shards": "1a2b", "torch": "2.13"}, {"shards": "9f8e"}],
             [
                 f"shards differs between ranks: 1a2b on rank 2 ({HOST}), 9f8e on the other 3 ranks; start all alike",
                 f"torch differs between ranks: missing on rank 3 ({HOST}), 2.13 on the other 3 ranks; start all alike",
@@ -52,16 +52,13 @@ def gather_own(values: list[Any]) -> list[Any]:
                 f"b differs between ranks: ü on rank 3 ({HOST}), missing on the other 3 ranks; start all alike",
             ],
         ),
-    ],
-)
-def test_every_rank_names_the_odd_ones(facts_of_ranks: list[dict[str, str]], lines: list[str]):
-    assert run_on_ranks(refusal, len(facts_of_ranks), facts_of_ranks) == [lines] * len(facts_of_ranks)
-
-
-def test_of_settings_the_key_is_named():
-    one, other = (validate(OptimConfig, {"lr": lr}, "test") for lr in (0.02, 0.01))
-    line = f"lr differs between ranks: 0.01 on rank 1 ({HOST}), 0.02 on the other 2 ranks; start all alike"
-    assert run_on_ranks(refusal_of_settings, 3, [one, other, one]) == [[line]] * 3
+        (
+            [settings_as_facts(validate(OptimConfig, {"lr": lr}, "test")) for lr in settings],
+            [f"lr differs between ranks: 0.01 on rank 1 ({HOST}), 0.02 on the other 3 ranks; start all alike"],
+        ),
+    ]
+    facts, lines = zip(*expected, strict=True)
+    assert run_on_ranks(refusals, 4, list(facts)) == [list(lines)] * 4
 
 
 def test_what_ranks_say_arrives_whole_whatever_its_length():

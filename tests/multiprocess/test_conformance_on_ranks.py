@@ -18,8 +18,10 @@ def test_a_rank_that_ignores_others_is_found(mutation: Mutation | None):
     assert report.with_result("fails") == ([] if mutation is None else [RANKS])
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(("letter", "settings"), LAYERS)
+@pytest.mark.parametrize(
+    ("letter", "settings"),
+    [pytest.param(*case.values, id=case.id, marks=() if case.values[1] else pytest.mark.quick) for case in LAYERS],
+)
 def test_sequence_ranks_equal_one(letter: str, settings: dict[str, Any]):
     subject = Subject(layer_adapter(letter, config_of(letter, settings), rank_shard), seed=0)
     error, where = max(rank_differences(subject, T=24))

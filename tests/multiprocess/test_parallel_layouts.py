@@ -102,6 +102,7 @@ def norms_of_layouts(layouts: list[dict[str, int]], bfloat16: bool) -> list[tupl
     return found
 
 
+@pytest.mark.slow
 def test_gradient_norms_are_sums_in_float64_under_every_layout():
     stages: list[dict[str, int]] = [{"zero_stage": stage} for stage in range(4)]
     [alone] = run_on_ranks(norms_of_layouts, 1, stages[:1], False)

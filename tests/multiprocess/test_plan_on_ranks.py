@@ -47,13 +47,13 @@ def test_memory_to_a_tenth_and_messages_to_the_byte(axis: str, model: dict[str, 
     [
         pytest.param("TA", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}, marks=pytest.mark.slow),
         pytest.param("TD", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}, marks=pytest.mark.slow),
-        ("TA", 0.1, {"activation_checkpointing": "mixers"}),
+        pytest.param("TA", 0.1, {"activation_checkpointing": "mixers"}, marks=pytest.mark.slow),
         ("DA", 0.1, {"activation_checkpointing": "full", "activation_checkpointing_every": 2}),
-        ("DA", 0.0, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}),
         *(
             pytest.param("DA", 0.0, {"activation_checkpointing": form, **more}, marks=pytest.mark.slow)
             for form, more in (
                 ("full", {}),
+                ("full", {"mlp_tile_tokens": 32}),
                 ("mixers", {}),
                 ("mixers", {"activation_checkpointing_every": 2, "mlp_tile_tokens": 32}),
             )
@@ -78,7 +78,7 @@ def test_messages_of_what_is_computed_again(pattern: str, layer_scale: float, me
         pytest.param("DA", 0, {"tile_tokens": 100}, marks=pytest.mark.slow),
         ("TA", 0, {"tile_tokens": 60, "activation_checkpointing": "full"}),
         pytest.param("TD", 0, {"tile_tokens": 100, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
-        ("AD", 0, {"tile_tokens": 100, "activation_checkpointing": "mixers"}),
+        pytest.param("AD", 0, {"tile_tokens": 100, "activation_checkpointing": "mixers"}, marks=pytest.mark.slow),
         pytest.param(
             "AD",
             0,
@@ -111,7 +111,8 @@ def test_messages_of_all_to_alls(tile_tokens: int, monkeypatch: pytest.MonkeyPat
         assert [one.sent for one in found] == [by_kind(on_ranks[rank]) for rank in (0, 3)]
 
 
-@pytest.mark.parametrize("tile_tokens", [pytest.param(256, marks=pytest.mark.slow), 100])
+@pytest.mark.slow
+@pytest.mark.parametrize("tile_tokens", [256, 100])
 def test_messages_of_states_that_are_passed_on(tile_tokens: int, monkeypatch: pytest.MonkeyPatch):
     """On average: the first and the last rank pass on less."""
     settings = settings_of(**TINY, heads=8, pattern="DT", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})

@@ -127,7 +127,14 @@ def reductions(stage: int) -> tuple[Counter[tuple[str, int]], Counter[tuple[str,
     return tuple(counted)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.quick), 2])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        pytest.param(1, marks=pytest.mark.quick),
+        pytest.param(2, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_reduced_as_often_as_in_whole_rows(stage: int):
     for whole_rows, tiles in run_on_ranks(reductions, 2, stage):
         assert whole_rows == tiles

@@ -129,11 +129,14 @@ SETTINGS = [
         2, 1, True, [{"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "contiguous_gradients": False}],
         marks=pytest.mark.slow,
     ),
-    (2, 2, False, [
-        {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "reduce_scatter": False},
-        {"overlap_comm": False, "allgather_partitions": False},
-        {"parameter_alignment": True},
-    ]),
+    pytest.param(
+        2, 2, False, [
+            {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "reduce_scatter": False},
+            {"overlap_comm": False, "allgather_partitions": False},
+            {"parameter_alignment": True},
+        ],
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         2, 3, False, [
             {"stage3_prefetch_bucket_size": 100, "stage3_max_live_parameters": 1000},
@@ -258,7 +261,8 @@ def misaligned(stages: list[int], bfloat16: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("stages", "bfloat16"), [pytest.param([1, 2], False, marks=pytest.mark.slow), ([1, 2], True)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "bfloat16"), [([1, 2], False), ([1, 2], True)])
 def test_large_parameters_begin_where_gpus_load_16_bytes(stages: list[int], bfloat16: bool):
     assert run_on_ranks(misaligned, 2, stages, bfloat16) == [[]] * 2
 

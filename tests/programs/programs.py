@@ -39,6 +39,12 @@ name = "tiny"
 log_every = 1
 device = "cpu"
 """
+PEAK = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+"""Prints the peak memory of a command and all its processes in kB. The command inherits that of a small process."""
 
 
 def run(program: str, *words: object, cwd: Path, ranks: int = 0, **environment: str) -> str:
@@ -51,6 +57,14 @@ def run(program: str, *words: object, cwd: Path, ranks: int = 0, **environment: 
     codes, out, err = zip(*[process.finish() for process in started], strict=True)
     assert not any(codes), "".join(err)
     return "".join(out)
+
+
+def peak_memory(program: str, *words: object, cwd: Path, **environment: str) -> int:
+    """Peak memory in bytes of the largest process of a program, which runs in a fresh interpreter."""
+    line = [sys.executable, "-c", PEAK, sys.executable, "-m", *module_of(program, words)]
+    variables = {**ENVIRONMENT, **environment}
+    done = subprocess.run(line, cwd=cwd, env=variables, stdout=subprocess.PIPE, text=True, check=True)
+    return 1024 * int(done.stdout.split()[-1])
 
 
 def refusal(program: str, *words: object, cwd: Path, **environment: str) -> str:

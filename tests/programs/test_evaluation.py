@@ -117,7 +117,6 @@ def test_test_sets_have_the_same_results_on_two_ranks(copy: Path):
     assert "reusing runs/tiny/eval/heldout@bpb" in output
     for name in test_sets:
         assert re.search(rf"{name}: .*, not the published file \(SHA-256 [0-9a-f]{{64}}\)\n", output)
-    assert (copy / "runs/tiny/eval/results.md").read_text().count("| not the published file |") == 5
     homes = [copy / "runs/tiny" / "eval" / name for name in test_sets]
     assert [results(home, ".")["published_file"] for home in homes] == [False] * 5
     alone = [(results(home, "."), (home / "rows.jsonl").read_text().splitlines()) for home in homes]

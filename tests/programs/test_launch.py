@@ -96,6 +96,18 @@ def test_a_killed_rank_ends_the_launch_with_one_line(workplace: Path):
     assert re.fullmatch(rf"error: rank 1 \(.*, pid {rank.pid}\) was lost: .*\n", errors)
 
 
+@pytest.mark.parametrize("is_training", [False, True])
+def test_ranks_end_with_a_killed_launcher(workplace: Path, is_training: bool):
+    """Also while they start, when nothing watches the store yet."""
+    with launched("train", "run.toml", *LONG, cwd=workplace) as process:
+        if is_training:
+            wait_for_a_step(process, workplace)
+        while len(ranks := psutil.Process(process.pid).children()) < 2:
+            time.sleep(0.01)
+        process.kill()
+        assert not psutil.wait_procs(ranks, timeout=LIMIT_S)[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",

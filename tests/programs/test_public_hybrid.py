@@ -127,6 +127,7 @@ def test_training_in_tiles_on_sequence_ranks_is_that_of_one_process(workplace: P
     assert json.loads(printed) == expected
 
 
+@pytest.mark.slow
 def test_nothing_is_scored_where_the_tokenizer_loses_text(tmp_path: Path):
     write_olmo_hybrid(tmp_path / "Olmo", normalizers.Replace("colour", "color"))
     (tmp_path / "empty.toml").touch()

@@ -2,16 +2,19 @@
 
 import random
 import shutil
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from forked import Forked, free_port
+from fresh_step import fresh_steps, state_of
 from programs import curve, refusal, run, snapshot, weights, write_corpus
 
 from tost_lm.checkpointing.format import Progress, StoredTensors
 from tost_lm.checkpointing.run_folder import step_folder
 from tost_lm.files import read_rows
-from tost_lm.testing import FLOAT32_REORDERED
+from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, run_on_ranks
 
 STAGES = """
 [[stages]]
@@ -101,20 +104,16 @@ def test_a_run_stopped_in_each_stage_is_the_unbroken_one(place: Path):
 
 
 @pytest.mark.slow
-def test_a_run_killed_ten_times_is_the_unbroken_one(place: Path):
-    chance = random.Random(0)
+def test_a_run_on_different_layouts_killed_ten_times_is_the_unbroken_one(place: Path):
+    words, chance = [*MODEL, "launch.ranks=2", "parallel.zero_stage=2"], random.Random(0)
+    train(place, "layouts", *words, recipe="layouts.toml")
     for _ in range(10):  # `finish` kills it
-        Forked("tost train", "stages.toml", "run.name=killed", *MODEL, cwd=place).finish(chance.uniform(0.5, 12.0))
-    train(place, "killed")
-    assert curve(place, "killed") == curve(place, "whole")
-    assert weights(place, "killed") == weights(place, "whole")
-
-
-@pytest.mark.slow
-def test_stages_have_their_own_layouts(place: Path):
-    for name in ("layouts", "again"):
-        train(place, name, "launch.ranks=2", "parallel.zero_stage=2", recipe="layouts.toml")
-    assert curve(place, "layouts") == curve(place, "again")
+        Forked("tost train", "layouts.toml", "run.name=killed", *words, cwd=place).finish(chance.uniform(0.5, 16.0))
+        while any("run.name=killed" in (one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])):
+            time.sleep(0.1)  # ranks end after their launcher
+    train(place, "killed", *words, recipe="layouts.toml")
+    assert curve(place, "killed") == curve(place, "layouts")
+    assert weights(place, "killed") == weights(place, "layouts")
     for found, expected in zip(curve(place, "layouts"), curve(place, "whole"), strict=True):
         assert found == pytest.approx(expected, rel=256 * FLOAT32_REORDERED)
 
@@ -148,6 +147,21 @@ def test_a_boundary_keeps_moments_and_master_weights(place: Path, dtype: str):
     squares = [key for key in moments[0] if key.startswith("exp_avg_sq/")]
     assert squares
     assert all(moments[0][key].norm() * 0.95**2 <= moments[1][key].norm() * 1.001 for key in squares)
+
+
+def test_the_step_after_a_boundary_is_that_of_a_new_engine_with_the_same_state(place: Path):
+    """After a change of rate, batch, length and mixture; to the bit, and as accurate as torch alone."""
+    train(place, "one", "run.stop_at_step=5", "checkpoint.interval=1")
+    before, after = (step_folder(place / "runs/one", step) for step in (4, 5))
+    text = (place / "run.toml").read_text().replace('folder = "out/shards"', 'mixture = {"out/shards" = 3, other = 1}')
+    (place / "fresh.toml").write_text(text.replace("seq_len = 64", "seq_len = 128"))
+    words = [*MODEL, "train.global_batch_size=2", "optim.lr=5e-3"]
+    (found,) = run_on_ranks(fresh_steps, 1, place, "fresh.toml", words, before, after)
+    trained = state_of(after)
+    assert trained.keys() == found["engine"].keys() == found["float64"].keys()
+    for name, tensor in trained.items():
+        assert tensor.equal(found["engine"][name]), name
+        assert_as_accurate(tensor, found["float32"][name], found["float64"][name], name)
 
 
 def test_finished_stages_stay_and_later_ones_may_change(place: Path):
@@ -203,6 +217,61 @@ def test_other_shards_in_the_same_folder_are_one_more_stage(place: Path):
     assert "was trained on other shards" in refused(place, "replaced", *words, recipe="run.toml")
     train(place, "replaced", *words, "run.on_config_change=stage", recipe="run.toml")
     assert [stage.first_step for stage in Progress.read(step_folder(place / "runs/replaced", 4)).stages] == [0, 2]
+
+
+def test_a_rewind_goes_back_once(place: Path):
+    """Without a change it trains the same steps again, on the same schedule."""
+    folder = place / "runs/back"
+    train(place, "back", "run.stop_at_step=7")
+    error = refused(place, "back", "train.rewind=3")
+    assert error == "train.rewind 3: runs/back has no checkpoint after this step; set one of 4, 6, 7"
+    assert "rewound/" in train(place, "back", "train.rewind=6", "run.stop_at_step=7")
+    assert [row[0] for row in curve(place, "back")] == [*range(1, 8)]
+    assert _rewinds(step_folder(folder, 7)) == [
+        ("start", 0, 0, None),
+        ("longer", 4, 4, None),
+        ("rewound-to-6", 6, 4, 7),
+    ]
+    assert "rewound/" in train(place, "back", "train.rewind=4")  # where a stage begins
+    assert curve(place, "back") == curve(place, "whole")
+    assert weights(place, "back") == weights(place, "whole")
+    assert "reusing" in train(place, "back", "train.rewind=4")
+    assert _rewinds(step_folder(folder, 10)) == [("start", 0, 0, None), ("longer", 4, 4, 7), ("longest", 8, 8, None)]
+    first, second = sorted((folder / "rewound").iterdir())
+    assert [path.name for path in first.glob("step_*")] == ["step_00000007"]
+    assert {path.name for path in second.glob("step_*")} == {"step_00000006", "step_00000007"}
+    assert len(read_rows(first / "metrics.jsonl")) == 7
+    assert "has no checkpoint; remove it" in refused(place, "new", "train.rewind=2")
+
+
+def _rewinds(checkpoint: Path) -> list[tuple[str, int, int, int | None]]:
+    stages = Progress.read(checkpoint).stages
+    return [(stage.name, stage.first_step, stage.schedule_from, stage.rewound_from) for stage in stages]
+
+
+@pytest.mark.quick
+def test_a_rewind_skips_steps(place: Path):
+    words = ["train.steps=6", "checkpoint.interval=2"]
+    train(place, "spike", *words, "run.stop_at_step=5", recipe="run.toml")
+    words.append("data.skip_steps=[[3, 4]]")
+    error = refused(place, "spike", *words, recipe="run.toml")
+    assert error.splitlines()[1] == "data.skip_steps: [] → [[3, 4]]"
+    words.append("train.rewind=2")
+    train(place, "spike", *words, "run.stop_at_step=4", recipe="run.toml")
+    assert "resuming" in train(place, "spike", *words, recipe="run.toml")  # it does not rewind again
+    straight = ["train.steps=6", "data.skip_steps=[[3, 4]]"]
+    train(place, "straight", *straight, recipe="run.toml")
+    assert curve(place, "spike") == curve(place, "straight")
+    assert [row[0] for row in curve(place, "spike")] == [1, 2, 5, 6]
+    progress = Progress.read(step_folder(place / "runs/spike", 6))
+    assert (progress.step, progress.updates) == (6, 4)
+    skipped = [row for row in read_rows(place / "runs/spike/events.jsonl") if row["event"] == "skipped"]
+    assert [(row["step"], row["why"], row["samples"]) for row in skipped] == [
+        (3, "data.skip_steps", [8, 11]), (4, "data.skip_steps", [12, 15]),
+    ]  # fmt: skip
+    card = (step_folder(place / "runs/spike", 6) / "README.md").read_text()
+    assert "| stage rewound-to-2 | 4 of 4 steps of 4 sequences" in card
+    assert "rewound here from step 5 |" in card
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,6 @@ GIVE = "give a run folder, a step folder or an export"
 SHARD = re.compile(r"(model|optimizer)(?:-.*)?\.safetensors")
 REPLACE = "delete the checkpoint or copy it again"
 
-CLASSES = "classes"
-"""The setting that all classifiers have, and language models lack."""
-
 FileEntry = dict[str, Any]
 """A file in the manifest, as `_File`."""
 
@@ -143,11 +140,9 @@ def read_model_config(folder: Path) -> ModelConfig:
     """The settings of the language model in a checkpoint folder.
 
     Raises:
-        CheckpointError: it is another model, or needs a plugin that the user has not named.
+        CheckpointError: it needs a plugin that the user has not named.
         ConfigError: its settings are invalid, or the plugin that the user has named has another text.
     """
-    if is_classifier(folder):
-        raise CheckpointError(f"{folder}: a classifier, not a language model; give the folder of a language model")
     path = folder / MODEL
     is_ours = path.is_file()
     path = path if is_ours else folder / HUGGING_FACE_MODEL
@@ -162,12 +157,6 @@ def read_model_config(folder: Path) -> ModelConfig:
     return validate(ModelConfig, fields, str(path))
 
 
-def is_classifier(folder: Path) -> bool:
-    """Whether the model of a checkpoint folder is a classifier, which has no tokenizer."""
-    path = folder / MODEL
-    return path.is_file() and CLASSES in read_object(path)
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError if it has none."""
     try:
@@ -179,11 +168,15 @@ def read_object(path: Path) -> dict[str, Any]:
 class StoredTensors(Mapping[str, "Tensor"]):
     """The tensors of a checkpoint folder's shards by name, each read from its file on access."""
 
-    def __init__(self, folder: Path, kind: Literal["model", "optimizer"], framework: str = "pt") -> None:
-        """`framework` "np" returns NumPy arrays and does not need torch."""
+    def __init__(
+        self, folder: Path, kind: Literal["model", "optimizer"], framework: str = "pt", backend: str = "mmap"
+    ) -> None:
+        """`framework` "np" returns NumPy arrays and does not need torch. `backend` "pread" does not map the files into
+        memory, where their pages would stay."""
         from safetensors import safe_open
 
-        files = [safe_open(regular_file(folder / name), framework=framework) for name in shard_entries(folder, kind)]
+        paths = [regular_file(folder / name) for name in shard_entries(folder, kind)]
+        files = [safe_open(path, framework=framework, backend=backend) for path in paths]
         self._files = {
             name.removeprefix(HUGGING_FACE_PREFIX): (file, name)
             for file in files

@@ -201,19 +201,18 @@ def require_disk_space_for_run(
     """Raises CheckpointError when the disk cannot hold the checkpoints that the run keeps at one time.
 
     Args:
-        first_step: where a run without a checkpoint starts.
+        first_step: where the launch starts.
         last: the last step of the launch.
         keeps_best: the run has validations, so the checkpoint with the lowest loss is kept.
     """
-    folders = step_folders(run_folder)
-    step = (step_of(folders[-1]) or 0) if folders else first_step
+    folders = [folder for folder in step_folders(run_folder) if (step_of(folder) or 0) <= first_step]
 
     def saves(every: int) -> int:
-        return len(range((step // every + 1) * every, last, every))
+        return len(range((first_step // every + 1) * every, last, every))
 
-    planned, retained = saves(settings.interval) + (step < last), 0
+    planned, retained = saves(settings.interval) + (first_step < last), 0
     if retain := settings.retain_interval:
-        retained = saves(math.lcm(settings.interval, retain)) + (step < last and last % retain == 0)
+        retained = saves(math.lcm(settings.interval, retain)) + (first_step < last and last % retain == 0)
     # One more than those kept: the checkpoint being written, because none is deleted before it is complete.
     at_once = settings.keep_latest_k + 1 + keeps_best
     new = min(planned, max(1, at_once - len(folders)) + retained)

@@ -3,16 +3,14 @@
     tost convert ckpt.pt convert.folder=models/tost convert.tokenizer=gpt2_bpe
     tost convert gpt2 convert.folder=models/gpt2
     tost convert Olmo-Hybrid-7B convert.folder=models/olmo
-    tost convert tost_cab_small_12_p16.pth convert.folder=models/vision
     tost convert runs/base convert.folder=models/theirs convert.to=authors
     tost convert runs/longer convert.folder=models/longer convert.to=olmo-hybrid convert.like=Olmo-Hybrid-7B
     tost convert runs/base convert.folder=models/mean convert.mean_of=5
 
-The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, a checkpoint of the released
-vision code, or a folder of the Hugging Face library with GPT-2, Llama, Qwen3, Qwen3.5 or OLMo-Hybrid. The result is a
-model folder, which every program reads. It also has the optimizer's moments and the number of updates of a ckpt.pt. Its
-model card, README.md, names the source. Logits stay the same up to rounding. A checkpoint that would run code is
-refused. Of an image classifier only the weights are read; it has no tokenizer and no model card.
+The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, or a folder of the Hugging
+Face library with GPT-2, Llama, Qwen3, Qwen3.5 or OLMo-Hybrid. The result is a model folder, which every program reads.
+It also has the optimizer's moments and the number of updates of a ckpt.pt. Its model card, README.md, names the source.
+Logits stay the same up to rounding. A checkpoint that would run code is refused.
 
 With convert.to=authors the source is a run folder (its newest valid checkpoint), a step folder or an export. Their
 train.py resumes and evaluates the result (init_from=resume); the optimizer's moments start from zero there. Their
@@ -20,7 +18,7 @@ sample.py imports another model file and cannot sample from any ToST checkpoint:
 form of the Hugging Face library (convert.to=llama, …) the result is a folder that its from_pretrained reads, with a
 tokenizer and a model card. The model must have this form, at any size. With convert.like=FOLDER, where FOLDER is the
 model that was first converted, the files of its tokenizer, its chat template, its other settings and the dtypes of its
-weights are kept.
+weights are kept. Of a model of images, the result is a copy with the new text part.
 
 With convert.mean_of=N the source is a run folder, and the weights are the mean of those of its newest N valid
 checkpoints.
@@ -86,14 +84,10 @@ def main(path: Path, config: ConvertConfig) -> None:
 def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
     from tost_lm.checkpointing.format import CARD, CONVERSION, Progress, shard_name, write_checkpoint, write_tensors
     from tost_lm.data.tokenizers.gpt2 import RANKS, gpt2_tokenizer
-    from tost_lm.extra.vision.interop import released_weights
     from tost_lm.interop.card import model_card
     from tost_lm.interop.gpt2 import CONFIG, weight_files
     from tost_lm.interop.load import foreign_format, read_tokenizer_folder
-    from tost_lm.interop.torch_file import read_torch_file
 
-    if source.is_file() and (of_vision := released_weights(read_torch_file(source))) is not None:
-        return _vision_to_ours(source, of_vision, conversion)
     foreign = foreign_format(source)
     if foreign is None:
         hint = " or, for a model folder, another convert.to" if source.is_dir() else ""
@@ -142,26 +136,6 @@ def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
     ]
 
 
-def _vision_to_ours(source: Path, found: dict[str, Any], conversion: ConversionConfig) -> list[str]:
-    from tost_lm.checkpointing.format import CONVERSION, write_checkpoint
-    from tost_lm.extra.vision.interop import from_released
-
-    if conversion.tokenizer:
-        raise ConfigError(f"convert.tokenizer {conversion.tokenizer}: {source} is an image classifier; leave it out")
-    config, weights = from_released(source, found)
-    record = _record(source, "checkpoint of the released vision code (arXiv 2412.17810)", [source])
-
-    def write_record(folder: Path) -> None:
-        (folder / CONVERSION).write_text(json.dumps(record, indent=1))
-
-    write_checkpoint(conversion.folder, config, weights, None, write_record)
-    return [
-        f"{source}: image classifier, {config.layers} layers of TSSA, width {config.width}, {config.heads} heads, "
-        f"patches of {config.patch_size} pixels, {config.classes:,} classes",
-        f"written to {conversion.folder}",
-    ]
-
-
 def _record(source: Path, title: str, files: list[Path]) -> dict[str, Any]:
     sha256 = {path.name: sha256_file(path) for path in files}
     return {"source": str(source), "format": title, "sha256": sha256, "tost_lm": VERSION}
@@ -200,17 +174,10 @@ def _mean(run_folder: Path, conversion: ConversionConfig) -> list[str]:
 
 
 def _from_ours(source: Path, conversion: ConversionConfig) -> list[str]:
-    from tost_lm.checkpointing.format import StoredTensors, is_classifier
     from tost_lm.checkpointing.run_folder import find_checkpoint
-    from tost_lm.extra.vision.interop import to_released
-    from tost_lm.interop.authors import write_authors
 
-    checkpoint = find_checkpoint(source)
-    if conversion.to == "authors" and is_classifier(checkpoint):
-        write_authors(conversion.folder, to_released(StoredTensors(checkpoint, "model")))
-        return [f"{checkpoint}: written to {conversion.folder / 'ckpt.pt'} for the released vision code"]
     written_by = import_module(f"tost_lm.interop.{conversion.to.replace('-', '_')}").FORMAT
-    return written_by.write(conversion.folder, checkpoint, conversion.like)
+    return written_by.write(conversion.folder, find_checkpoint(source), conversion.like)
 
 
 def run() -> NoReturn:

@@ -1,6 +1,5 @@
 """From the arrays of the loader to the micro-batches of a rank, read ahead by worker processes, which may die."""
 
-import ctypes
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from tost_lm.data.loader import Batch, TrainingBatches
 from tost_lm.errors import DataError
+from tost_lm.lifetime import end_with_parent
 from tost_lm.torch_internals import end_loader_workers, handle_failed_sends, loader_workers, pinning_has_ended
 
 
@@ -56,7 +56,6 @@ PINNING_ENDED = "Pin memory thread exited unexpectedly"  # torch's message
 TIMED_OUT = "DataLoader timed out"  # the same
 WAIT_S = 0.25  # for a batch, until signals are handled
 PREFETCHED = 2  # batches that torch lets each worker read ahead
-PR_SET_PDEATHSIG = 1
 ON_LINUX = sys.platform == "linux"  # elsewhere the sender of a signal is unknown, and torch ends orphans after 5 s
 BLOCKED_IN_WORKERS = {signal.SIGINT, signal.SIGTERM} if ON_LINUX else {signal.SIGINT}
 
@@ -231,10 +230,8 @@ def _exit_with_parent(parent: int, write_reason: int, worker: int) -> None:
     sys.excepthook = _report_unless_disconnected
     signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler prints that shared memory is too small
     handle_failed_sends(partial(_exit_with_reason, write_reason))
+    end_with_parent(parent)
     if ON_LINUX:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # which ended before that
-            os._exit(1)
         threading.Thread(target=_exit_on_sigterm_of_parent, daemon=True).start()
 
 

@@ -36,6 +36,10 @@ class StageRecord:
     packing: Packing
     global_batch_size: int
     warmup_steps: int = 0
+    schedule_from: int = 0
+    """Steps of the run before its schedule: first_step, or less if a rewind goes on with the schedule."""
+    rewound_from: int | None = None
+    """The step from which the run was rewound to first_step; None: it was not."""
     settings: dict[str, Any] = field(default_factory=dict)
     """All settings that identify what is trained."""
 

@@ -4,15 +4,12 @@ A result records the checkpoint (hash of its manifest), the text (fingerprint of
 version of this package. It is reused while these are the same. Its last key is a hash, so that a result which was
 edited is not shown.
 
-All results on test sets and held-out text are listed in order of time: eval/results.jsonl, and as a table
-eval/results.md.
+All results on test sets and held-out text are listed in order of time in eval/results.jsonl.
 """
 
 import json
 import re
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +26,6 @@ from tost_lm.files import (
     sha256_file,
     write_atomically,
 )
-from tost_lm.markdown import format_result, table
 from tost_lm.version import VERSION, git_commit
 
 if TYPE_CHECKING:
@@ -250,35 +246,11 @@ def pick_device() -> Literal["cuda", "cpu"]:
 
 
 def append_to_history(home: Path, results: dict[str, Any]) -> None:
-    """Append the content of a task's results.json, without single examples, and write the table again."""
-    path = home / "eval" / HISTORY
+    """Append the content of a task's results.json, without single examples."""
     facts = {key: value for key, value in results.items() if key in ("protocol", "identity", "commit", "seconds")}
     row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts, "headline": results["headline"]}
     row |= {key: results[key] for key in ("window_tokens", "published_file", "model") if key in results}
-    with regular_file(path).open("a") as file:  # one write, which leaves the existing lines untouched
+    with regular_file(home / "eval" / HISTORY).open(
+        "a"
+    ) as file:  # one write, which leaves the existing lines untouched
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    header = ("task", "measure", "result", "examples", "test set file", "checkpoint", "tokenizer", "commit", "time")
-    write_atomically(
-        path.with_suffix(".md"), table(header, [_cells_of_history(row) for row in _rows_of_history(path)]) + "\n"
-    )
-
-
-def _rows_of_history(path: Path) -> Iterator[dict[str, Any]]:
-    for line in regular_file(path).read_text().split("\n"):
-        with suppress(ValueError):
-            yield json.loads(line)
-
-
-def _cells_of_history(row: dict[str, Any]) -> tuple[str, ...]:
-    identity, totals = row["identity"], row["model"]
-    return (
-        row["protocol"],
-        row["headline"].replace("_", " "),
-        format_result(row["headline"], totals),
-        f"{totals.get('examples', totals.get('documents', 0)):,}",
-        describe_published(row["published_file"]) if "published_file" in row else "–",
-        f"{identity['checkpoint']} {identity['checkpoint_sha256'][:12]}",
-        identity["tokenizer_sha256"][:12],
-        re.sub("^([0-9a-f]{12})[0-9a-f]*", r"\1", row["commit"] or "–"),
-        row["time"],
-    )

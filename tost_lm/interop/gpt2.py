@@ -87,8 +87,12 @@ def read_gpt2(folder: Path) -> ForeignModel:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files with the weights in a folder of the Hugging Face library."""
-    return sorted(folder.glob("model*.safetensors"))
+    """The files with the weights in a folder of the Hugging Face library. Raises CheckpointError: there are none."""
+    if files := sorted(folder.glob("model*.safetensors")):
+        return files
+    raise CheckpointError(
+        f"{folder}: no model.safetensors; load the model in transformers and write it with save_pretrained"
+    )
 
 
 def read_gpt2_tokenizer(folder: Path) -> Gpt2Tokenizer | None:
@@ -206,13 +210,8 @@ def listed(names: list[str]) -> str:
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """Weights by their names without PREFIX; no causal masks."""
-    files = weight_files(folder)
-    if not files:
-        raise CheckpointError(
-            f"{folder}: no model.safetensors; load the model in transformers and write it with save_pretrained"
-        )
     found = {}
-    for path in files:
+    for path in weight_files(folder):
         try:
             with safe_open(regular_file(path), framework="pt") as file:
                 found |= {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -5,6 +5,7 @@ logits agree up to rounding, and a model that is read and written again is equal
 are those of the library.
 """
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tost_lm.checkpointing.format import CARD, CONVERSION, StoredTensors, read_model_config
@@ -73,6 +75,12 @@ UNLIMITED = 1 << 20
 some reserve memory for as many tokens."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TEXT_PART = "model.language_model."
+"""Before the names of a text part among other parts."""
+FORMAT = {"format": "pt"}
+STALE = """
+Only its text part is new: the weights of images, and `mtp.*`, which predict several tokens, are as in {}, hence stale.
+"""
 MLP = {
     "mlp.in_proj.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
     "mlp.out_proj.weight": ["mlp.down_proj.weight"],
@@ -138,10 +146,10 @@ class PublicForm:
         except Exception as error:  # the library has none of its own
             raise CheckpointError(f"{where}: transformers rejects it: {_first_line(error)}; correct it") from None
         check_settings(stored, where)
-        config = self.our_settings(settings, where)
+        config, files = self.our_settings(settings, where), weight_files(folder)
         try:
             model, found = getattr(library, self.model_class).from_pretrained(
-                folder, config=settings, dtype=torch.float32, output_loading_info=True, local_files_only=True
+                None, config=settings, state_dict=_slices(files), dtype=torch.float32, output_loading_info=True
             )
         except Exception as error:
             raise CheckpointError(
@@ -166,25 +174,31 @@ class PublicForm:
             as_read: the settings are those of a folder that was read, and none changes. Else a model without rotary
                 embeddings gets at least UNLIMITED positions.
             like: a folder of a model with the same tokenizer. Its other settings, the dtype of each weight, and its
-                files of tokenizer and generation are kept.
+                files of tokenizer and generation are kept. If its model has more parts, the result is a copy of it with
+                this text part.
             card: the text of its README.md; empty: it has none.
 
         Raises:
             ConfigError: the library has no such model, with a line for each setting, or it is not installed.
             CheckpointError: the folder cannot be written.
-            DataError: the tokenizer of `like` is another.
+            DataError: the tokenizer of `like` is another, or the sizes of its text part are.
         """
         library = transformers_library()
         theirs = self.their_settings(config, tokenizer.eot, as_read=as_read, like=like)
         with torch.device("meta"):
             model = getattr(library, self.model_class)(theirs)
         files, dtypes = ([], {}) if like is None else (_files_of_tokenizer(like, tokenizer), _dtypes(like))
-        found, usual = self.their_weights(config, weights, model.state_dict()), theirs.dtype or torch.float32
-        model.load_state_dict({name: x.to(dtypes.get(name, usual)) for name, x in found.items()}, assign=True)
+        found = self.their_weights(config, weights, model.state_dict(), dtypes, theirs.dtype or torch.float32)
+        if copied := self._with_more_parts(like):
+            _check_shapes(copied, found)
+        model.load_state_dict(found, assign=True)
         model.tie_weights()
         try:
             temporary = make_temp_folder(folder)
-            model.save_pretrained(temporary)
+            if copied:
+                _write_into_copy(temporary, copied, found, theirs)
+            else:
+                model.save_pretrained(temporary)
             if like is None and (saved := _their_tokenizer(tokenizer)):
                 saved.save_pretrained(temporary)
             for path in files:
@@ -241,21 +255,33 @@ class PublicForm:
         """The weights by our names, from those of the library's model, which are removed from `theirs`."""
         shapes, found = parameter_shapes(config), {}
         for ours, names, order in self._parameters(config):
-            parts = [theirs.pop(name) for name in names]
-            joined = (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(shapes[ours])
+            joined = torch.cat([theirs.pop(name) for name in names]).reshape(shapes[ours])
             found[ours] = joined if order is None else joined[order]
         return found
 
     def their_weights(
-        self, config: ModelConfig, ours: Mapping[str, Tensor], like: Mapping[str, Tensor]
+        self,
+        config: ModelConfig,
+        ours: Mapping[str, Tensor],
+        like: Mapping[str, Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        usual: torch.dtype,
     ) -> dict[str, Tensor]:
-        """The weights by the names of the library's model, with shapes as in `like`, from ours."""
+        """The weights by the names of the library's model, with shapes as in `like`, from ours, each read once.
+
+        `dtypes` are by their names, `usual` that of the others.
+        """
         found: dict[str, Tensor] = {}
         for name, names, order in self._parameters(config):
             weight = ours[name] if order is None else ours[name][order.argsort()]
             parts = weight.split([like[one].shape[0] for one in names])
-            found |= {one: part.reshape(like[one].shape).clone() for one, part in zip(names, parts, strict=True)}
+            for one, part in zip(names, parts, strict=True):
+                found[one] = part.reshape(like[one].shape).to(dtypes.get(one, usual), copy=True)
         return found | ({HEAD: found[EMBEDDING]} if config.tied_head else {})
+
+    def _with_more_parts(self, like: Path | None) -> Path | None:
+        """The folder `like` if its model has more parts."""
+        return like if like and read_settings(like).get("model_type") in self.model_types[1:] else None
 
     @property
     def _sizes(self) -> dict[str, str]:
@@ -306,13 +332,14 @@ class PublicForm:
 
     def _write(self, folder: Path, checkpoint: Path, like: Path | None) -> list[str]:
         config, path = read_model_config(checkpoint), find_tokenizer(checkpoint)
-        weights, as_read = dict(StoredTensors(checkpoint, "model")), (checkpoint / CONVERSION).is_file()
+        weights, as_read = StoredTensors(checkpoint, "model", backend="pread"), (checkpoint / CONVERSION).is_file()
         evaluated = EvaluatedCheckpoint.find(checkpoint)
         texts = {"usage": TRANSFORMERS_USAGE, "library": "transformers"}
         card = model_card(evaluated.checkpoint, folder.name, evaluated.home, evaluated.cited_results(), **texts)
-        self.write(folder, config, weights, read_tokenizer(path), as_read=as_read, like=like, card=card)
+        stale = STALE.format(like) if self._with_more_parts(like) else ""
+        self.write(folder, config, weights, read_tokenizer(path), as_read=as_read, like=like, card=card + stale)
         written = f"{checkpoint}: written to {folder} for {self.model_class}.from_pretrained"
-        return [written, f"its ids are those of {path}"]
+        return [written, f"its ids are those of {path}", *stale.splitlines()[1:]]
 
 
 def read_their_tokenizer(folder: Path) -> HfTokenizer | None:
@@ -364,13 +391,44 @@ def _files_of_tokenizer(like: Path, tokenizer: Tokenizer) -> list[Path]:
     return sorted({path for pattern in KEPT_FILES for path in like.glob(pattern) if path.is_file()})
 
 
+def _slices(paths: list[Path]) -> dict[str, Any]:
+    """The weights in files, each read when it is indexed. The files are not mapped into memory: pages would stay."""
+    files = [safe_open(path, framework="pt", backend="pread") for path in paths]
+    return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+
+
 def _dtypes(folder: Path) -> dict[str, torch.dtype]:
     """The dtypes of the weights in a folder, by their names there, which may not be those in the model."""
-    found = {}
-    for path in weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: DTYPES.get(file.get_slice(name).get_dtype(), torch.float32) for name in file.keys()}  # noqa: SIM118
-    return found
+    slices = _slices(weight_files(folder))
+    return {_in_text(name): DTYPES.get(one.get_dtype(), torch.float32) for name, one in slices.items()}
+
+
+def _in_text(name: str) -> str:
+    """The name of a weight in the model of the text part alone."""
+    return name.replace(TEXT_PART, "model.", 1) if name.startswith(TEXT_PART) else name
+
+
+def _check_shapes(like: Path, found: Mapping[str, Tensor]) -> None:
+    """Raises DataError: the text part of a folder has other weights."""
+    shapes = {_in_text(name): one.get_shape() for name, one in _slices(weight_files(like)).items()}
+    shapes.setdefault(HEAD, shapes.get(EMBEDDING))  # tied
+    if others := [name for name, weight in found.items() if shapes.get(name) != list(weight.shape)]:
+        raise DataError(
+            f"convert.like {like}: its text part has other weights: {listed(others)}; give the folder that it came from"
+        )
+
+
+def _write_into_copy(folder: Path, like: Path, weights: Mapping[str, Tensor], settings: Any) -> None:
+    """Copy a folder, with other weights of its text part. Settings that training changes are replaced."""
+    for path in filter(Path.is_file, like.iterdir()):
+        if path.name != CARD:
+            shutil.copyfile(path, folder / path.name)
+    for path in weight_files(like):
+        stored = load_file(path)
+        save_file({name: weights.get(_in_text(name), x) for name, x in stored.items()}, folder / path.name, FORMAT)
+    tree, changed = read_settings(like), settings.to_dict()
+    tree["text_config"] |= {name: changed[name] for name in ("max_position_embeddings", "rope_parameters")}
+    (folder / CONFIG).write_text(json.dumps(tree, indent=2) + "\n")
 
 
 def _order(config: ModelConfig, letter: str) -> dict[str, Tensor]:

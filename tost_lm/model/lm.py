@@ -61,8 +61,8 @@ class TostLM(nn.Module):
         self.config = config
         learned = config.positions == "learned"
         with torch.device("meta"):
-            self.embedding = nn.Embedding(config.vocab_size, config.width)
-            self.positions = nn.Embedding(config.max_positions, config.width) if learned else None
+            self.embedding = _embedding(config.vocab_size, config.width)
+            self.positions = _embedding(config.max_positions, config.width) if learned else None
             self.blocks = nn.ModuleList(
                 Block(config, mixer_class(letter)(config.shape_of(letter)), norm_after=letter in config.norm_after)
                 for letter in config.letters
@@ -184,6 +184,11 @@ class TostLM(nn.Module):
             raise ConfigError(
                 f"{tokens} tokens are more than the model's positions (model.max_positions = {limit}); shorten the text"
             )
+
+
+def _embedding(rows: int, width: int) -> nn.Embedding:
+    """Not drawn: on the device `meta`, torch would import its compiler for that, which takes as long as all else."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 def _in_this_grad_mode(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.library import custom_op
 
 from tost_lm.errors import ConfigError
-from tost_lm.torch_internals import autograd_as_outside
+from tost_lm.torch_internals import autograd_as_outside, outside_of_graphs
 
 # Here, because all mixers and models import this module. With a mask, torch prefers cuDNN on Hopper. Its gradients are
 # wrong for 64, 192, 320, … keys (pytorch/pytorch#196678), and it makes a plan for each shape.
@@ -31,10 +31,7 @@ _OBJECTS: dict[int, Any] = {}
 
 
 def _new_handle(held: Any) -> Tensor:
-    """A handle that stands for `held`, which must not refer to its handle: neither would be freed.
-
-    It contains its address, so that a copy stands for `held` as well while the handle exists.
-    """
+    """It contains its address, so that a copy stands for `held` as well while the handle exists."""
     memory = np.zeros(1, np.int64)
     handle = torch.from_numpy(memory)
     handle.fill_(handle.data_ptr())
@@ -44,7 +41,12 @@ def _new_handle(held: Any) -> Tensor:
 
 
 # A graph would make the memory of the handle a tensor of its own.
-handle_for: Callable[[Any], Tensor] = torch.compiler.disable(_new_handle)  # pyright: ignore[reportAssignmentType]
+_outside_of_graphs = outside_of_graphs(_new_handle)
+
+
+def handle_for(held: Any) -> Tensor:
+    """A handle that stands for `held`, which must not refer to its handle: neither would be freed."""
+    return _outside_of_graphs(held) if torch.compiler.is_compiling() else _new_handle(held)
 
 
 def _held_by(handle: Tensor) -> Any:

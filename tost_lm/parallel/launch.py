@@ -18,9 +18,10 @@ from typing import NoReturn
 
 from tost_lm.config import Section, run_program
 from tost_lm.errors import ConfigError, TostError, install_hint
+from tost_lm.lifetime import end_with_parent
 from tost_lm.parallel.settings import LaunchConfig
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, LAUNCHER = "127.0.0.1", "TOST_LM_LAUNCHER"
 NODES_WAIT = timedelta(minutes=15)  # for the launchers of the other nodes
 EXIT_NEXT_STAGE = 76
 """Exit code of ranks whose program is to run again."""
@@ -63,6 +64,8 @@ def start_ranks(command: str, ranks: int) -> None:
         ConfigError: psutil is not installed.
         TostError: as `_exit_code`.
     """
+    if "RANK" in os.environ and LAUNCHER in os.environ:
+        end_with_parent(int(os.environ[LAUNCHER]))  # else a rank that starts would wait for its store
     if "RANK" in os.environ or ranks == 1:
         return
     if not find_spec("psutil"):
@@ -117,6 +120,7 @@ def _launch(program: list[str], ranks: int, store: str, node: int = 0, nodes: in
     from torch.distributed.launcher.api import elastic_launch
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads // ranks)))
     config = lambda launch: ElasticConfig(
         min_nodes=nodes,

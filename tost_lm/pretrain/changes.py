@@ -28,8 +28,9 @@ def record_of(stage: Stage, corpora: Corpora, given: PretrainConfig) -> StageRec
         config.train.seq_len,
         config.data.packing,
         config.train.global_batch_size,
-        warmup_steps(config.optim, config.own_steps),
-        settings_of(given),
+        warmup_steps(config.optim, config.schedule_steps),
+        config.schedule_from,
+        settings=settings_of(given),
     )
 
 
@@ -77,7 +78,7 @@ def as_recorded(
             a stage with the new settings begins instead.
     """
     record = records[-1]
-    here = stage.config.from_step(record.first_step)
+    here = stage.config.from_step(record.first_step, record.schedule_from)
     if record.first_step != stage.config.first_step or (is_first and record.first_step):
         here = _with_warmup(here, record.warmup_steps)
     changed = changes(record.settings, stage.config) + _other_start(stage, records, is_first=is_first)
@@ -104,12 +105,32 @@ def appended(stage: Stage, before: StageRecord, step: int, name: str = "") -> St
         raise ConfigError(
             f"stage {name}: is after step {step}, and train.steps is {config.train.steps}; set more steps"
         )
-    optim = before.settings["optim"]
-    if optim["kind"] != config.optim.kind:
-        raise other_optimizer(f"stage {name}", optim["kind"])
-    asked = config.optim.warmup_steps is not None and config.optim.warmup_steps != optim["warmup_steps"]
-    config = _with_warmup(config, config.optim.warmup_steps or 0 if asked else 0)
+    _require_same_optimizer(config, before, name)
+    config = _with_warmup(config, config.optim.warmup_steps or 0 if _asks_for_warmup(config, before) else 0)
     return stage._replace(name=name, config=config.from_step(step))
+
+
+def rewound(stage: Stage, before: StageRecord, step: int) -> Stage:
+    """The stage of a run that is rewound to `step`. The schedule goes on unless the settings have another one.
+
+    Raises:
+        ConfigError: as `appended`.
+    """
+    name = f"rewound-to-{step}"
+    _require_same_optimizer(stage.config, before, name)
+    here = _with_warmup(stage.config.from_step(step, before.schedule_from), before.warmup_steps)
+    if _asks_for_warmup(stage.config, before) or _schedule_of(before) != _schedule(here.optim, here.schedule_steps):
+        return appended(stage, before, step, name)
+    return stage._replace(name=name, config=here)
+
+
+def _require_same_optimizer(config: PretrainConfig, before: StageRecord, name: str) -> None:
+    if (kind := before.settings["optim"]["kind"]) != config.optim.kind:
+        raise other_optimizer(f"stage {name}", kind)
+
+
+def _asks_for_warmup(config: PretrainConfig, before: StageRecord) -> bool:
+    return config.optim.warmup_steps not in (None, before.settings["optim"]["warmup_steps"])
 
 
 def _with_warmup(config: PretrainConfig, steps: int) -> PretrainConfig:
@@ -173,10 +194,8 @@ def _in_use(model: ModelConfig) -> ModelConfig:
 
 def _require_same_rates(record: StageRecord, new: PretrainConfig, step: int, run_folder: Path) -> None:
     """Raises ConfigError unless a stage has the learning rates of its record in the run's first `step` steps."""
-    first = record.first_step
-    old = validate(OptimConfig, {**record.settings["optim"], "warmup_steps": record.warmup_steps}, "optim")
-    old_steps = record.settings["train"]["steps"] - first
-    if _schedule(old, old_steps) == _schedule(new.optim, new.own_steps):
+    first, old, old_steps = record.schedule_from, *_optim_of(record)
+    if _schedule_of(record) == _schedule(new.optim, new.schedule_steps):
         return
     what = f"{run_folder}: {', '.join(_lines(record.settings, new))}"
     stable = first + steps_before_decay(old, old_steps)
@@ -186,10 +205,10 @@ def _require_same_rates(record: StageRecord, new: PretrainConfig, step: int, run
             f"and the checkpoint is after step {step}; undo the change, or go on as one more stage: "
             "run.on_config_change=stage"
         )
-    was, now = record.warmup_steps, warmup_steps(new.optim, new.own_steps)
+    was, now = record.warmup_steps, warmup_steps(new.optim, new.schedule_steps)
     if was != now:
         raise ConfigError(f"{what}: the warm-up would have {now} steps in place of {was}; set optim.warmup_steps={was}")
-    stable = first + steps_before_decay(new.optim, new.own_steps)
+    stable = first + steps_before_decay(new.optim, new.schedule_steps)
     if step > stable:
         fix = f"set train.steps to at least {step + new.train.steps - stable}"
         if new.optim.schedule in ("cosine", "linear"):
@@ -198,6 +217,16 @@ def _require_same_rates(record: StageRecord, new: PretrainConfig, step: int, run
             f"{what}: optim.schedule {new.optim.schedule} would decay or end after step {stable}, and the checkpoint "
             f"is after step {step}; {fix}"
         )
+
+
+def _optim_of(record: StageRecord) -> tuple[OptimConfig, int]:
+    """The optimizer's settings of a stage, and the steps of its schedule."""
+    optim = validate(OptimConfig, {**record.settings["optim"], "warmup_steps": record.warmup_steps}, "optim")
+    return optim, record.settings["train"]["steps"] - record.schedule_from
+
+
+def _schedule_of(record: StageRecord) -> tuple[object, ...]:
+    return _schedule(*_optim_of(record))
 
 
 def _schedule(optim: OptimConfig, steps: int) -> tuple[object, ...]:

@@ -18,10 +18,26 @@ from tost_lm.model.transforms import apply_activation_checkpointing, compile_blo
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.mesh import Mesh
-from tost_lm.parallel.zero import allocate_for_engine, build_engine
+from tost_lm.parallel.zero import allocate_for_engine, build_engine, check_deepspeed
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.start import StartPoint
 from tost_lm.pretrain.tiled import TiledLM
+
+
+def prepare_process(config: PretrainConfig, device: torch.device) -> None:
+    """Set precision and determinism of this process, and check the settings of DeepSpeed. Raises ConfigError."""
+    set_matmul_precision(config.train.tf32, device)
+    if config.train.deterministic:
+        use_deterministic_kernels(config.model, device)
+    if config.deepspeed:
+        check_deepspeed(config.deepspeed, device.type)
+
+
+def warn_of_slow_layers(engine: Any, warn: Callable[[str], None]) -> None:
+    """Warn of layers without their kernels."""
+    for reason in dict.fromkeys(block.mixer.missing_kernels() for block in engine.module.blocks):
+        if reason:
+            warn(f"warning: layers of this model are slow here: {reason}")
 
 
 def set_matmul_precision(tf32: bool, device: torch.device) -> None:

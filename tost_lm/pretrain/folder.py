@@ -1,6 +1,7 @@
 """The run folder of a launch: opened with the first lines of the log, closed with the last."""
 
-from shutil import rmtree
+import shutil
+import time
 from typing import Any
 
 from tost_lm.checkpointing.format import Progress
@@ -27,25 +28,40 @@ def open_folder(
     config = start.stage.config
     require_same_checkpoints(config, start)
     rename_old_run(config, start)
+    _set_aside(config, start)
     write_run_folder(run, world.size, world.device.type)
     if world.device.type == "cuda":
         (config.run_folder / FLIGHT_RECORDER).mkdir(exist_ok=True)  # NCCL writes there and does not create it
-    rmtree(heartbeat.folder, ignore_errors=True)  # of an earlier launch, perhaps with more ranks
+    shutil.rmtree(heartbeat.folder, ignore_errors=True)  # of an earlier launch, perhaps with more ranks
     branch = _branch(start)
+    rewound = {"rewound_from": start.records[-1].rewound_from} if start.abandoned else {}
     metrics = Metrics(config, progress, world.size, world.device, branch)
     if progress.step == config.first_step and not branch and len(progress.stages) > 1:
-        metrics.event(progress.step, "stage", name=start.stage.name)
+        metrics.event(progress.step, "stage", name=start.stage.name, **rewound)
     metrics.log(_opening_line(config, world, start, tiling))
-    warmup = warmup_steps(config.optim, config.own_steps)
-    if warmup >= config.own_steps:
+    warmup = warmup_steps(config.optim, config.schedule_steps)
+    if warmup >= config.schedule_steps:
         metrics.log(
-            f"warning: optim.warmup_steps {warmup} is not less than the steps, {config.own_steps}: the rate never "
+            f"warning: optim.warmup_steps {warmup} is not less than the steps, {config.schedule_steps}: the rate never "
             "reaches optim.lr; lower optim.warmup_steps or leave it out"
         )
     if start.initial_weights and not branch:
         folder, sha256, _ = start.initial_weights
         metrics.event(progress.step, "initial weights", folder=str(folder), manifest_sha256=sha256)
     return metrics
+
+
+def _set_aside(config: PretrainConfig, start: StartPoint) -> None:
+    """At a rewind, move the checkpoints after its step into a folder of the run, and copy the records there."""
+    if not start.abandoned:
+        return
+    folder = config.run_folder / "rewound" / time.strftime("%Y%m%d-%H%M%S")
+    folder.mkdir(parents=True)
+    for rows in config.run_folder.glob("*.jsonl"):
+        shutil.copy(rows, folder)
+    for checkpoint in start.abandoned:
+        checkpoint.rename(folder / checkpoint.name)
+    print(f"moved the checkpoints after {start.resume_from}, and copied the records, to {folder}", flush=True)
 
 
 def _branch(start: StartPoint) -> dict[str, Any] | None:

@@ -21,6 +21,8 @@ class TrainingDataConfig(Section):
     """Several shard folders with the same tokenizer and their weights: {"data/a/shards" = 3, "data/b/shards" = 1} takes three samples of a for each sample of b."""
     packing: Literal["concatenated", "best-fit"] = "concatenated"
     """`concatenated`: samples are cut from the concatenated documents, as published; `best-fit`: document packing: a sample contains whole documents that do not see each other, and a document longer than a sample is cut."""
+    skip_steps: list[Annotated[tuple[int, int], Field(strict=False)]] = Field(default_factory=list)
+    """Ranges of steps, first and last, whose batches are not trained on: [[101, 120]]. They count as steps, and the learning rates of all others stay."""
     workers: int = Field(default=1, ge=0)
     """Loader processes of each rank that prefetch batches (0: none). The batches do not depend on it."""
 
@@ -39,6 +41,18 @@ class TrainingDataConfig(Section):
         if self.mixture == {}:
             raise ValueError("data.mixture is empty; name a shard folder and its weight")
         return self
+
+    @field_validator("skip_steps")
+    @classmethod
+    def _ranges(cls, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        for first, last in ranges:
+            if not 1 <= first <= last:
+                raise ValueError(f"data.skip_steps {[first, last]}: give the first and the last step, counted from 1")
+        return ranges
+
+    def skips(self, step: int) -> bool:
+        """Whether skip_steps has step number `step`, counted from 1."""
+        return any(first <= step <= last for first, last in self.skip_steps)
 
     @property
     def folders(self) -> dict[Path, float]:
@@ -81,6 +95,8 @@ class TrainConfig(Section):
     """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Without [model] the model is that of the weights, else both must be equal except in model.softmax.rope_theta. Unset: weights are drawn at random."""
     branch_from: Path | None = None
     """Branch: continue the run of this step folder in a run folder of its own, with its optimizer state, as one more stage: see [[stages]]. Also continues converted checkpoints of the released code."""
+    rewind: int | None = Field(default=None, gt=0)
+    """Go back to the checkpoint after this step, and on from there as one more stage, once: what followed it moves into RUN/rewound. See data.skip_steps."""
     skip_spike_sigma: float | None = Field(default=None, gt=0)
     """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last 128 (6 is usual). Without it only non-finite steps are skipped."""
 
@@ -280,7 +296,7 @@ class StageConfig(Section):
 
     @model_validator(mode="after")
     def _of_one_run(self) -> "StageConfig":
-        for name in ("seed", "initial_weights", "branch_from"):
+        for name in ("seed", "initial_weights", "branch_from", "rewind"):
             if name in self.train:
                 raise ValueError(f"stage {self.name}: train.{name} is one for the whole run; remove it here")
         if "tokens" in self.train:

@@ -47,6 +47,7 @@ class PretrainConfig(Section):
     stages: list[StageConfig] = Field(default_factory=list)
     """Later stages of the run, in order."""
     _first_step: int = PrivateAttr(default=0)
+    _schedule_from: int = PrivateAttr(default=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -83,10 +84,12 @@ class PretrainConfig(Section):
             found.append(following._replace(is_last=stage is self.stages[-1]))
         return found
 
-    def from_step(self, step: int) -> "PretrainConfig":
-        """These settings, for a stage that starts after `step` steps of the run."""
+    def from_step(self, step: int, schedule_from: int | None = None) -> "PretrainConfig":
+        """These settings, for a stage that starts after `step` steps of the run, and its schedule there or after
+        `schedule_from` steps."""
         copy = self.model_copy()
         copy._first_step = step
+        copy._schedule_from = step if schedule_from is None else schedule_from
         return copy
 
     def _obstacles_of_model(self) -> Iterator[str | None]:
@@ -177,6 +180,16 @@ class PretrainConfig(Section):
         return self.train.steps - self._first_step
 
     @property
+    def schedule_from(self) -> int:
+        """Steps of the run before the schedule of this stage."""
+        return self._schedule_from
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps of the schedule of this stage."""
+        return self.train.steps - self._schedule_from
+
+    @property
     def last_step(self) -> int:
         """The last step of this launch."""
         return min(self.train.steps, self.run.stop_at_step or self.train.steps)
@@ -198,9 +211,10 @@ class PretrainConfig(Section):
             "run": RunConfig(name="any"),
             "stages": [],
         }
-        data = self.data.model_copy(update={"workers": 1})
-        optim = self.optim.model_copy(update={"warmup_steps": warmup_steps(self.optim, self.own_steps)})
-        train = self.train.model_copy(update={"micro_batch_size": 1})
+        skipped = [(a, b) for a, b in self.data.skip_steps if b > self.first_step and a <= self.train.steps]
+        data = self.data.model_copy(update={"workers": 1, "skip_steps": skipped})
+        optim = self.optim.model_copy(update={"warmup_steps": warmup_steps(self.optim, self.schedule_steps)})
+        train = self.train.model_copy(update={"micro_batch_size": 1, "rewind": None})
         # Initial weights may raise the context. Plugins are compared by the hashes of their texts.
         model = self.model.model_copy(update={"context_length": self.train.seq_len, "plugins": []})
         return self.model_copy(update={**carried_out, "model": model, "data": data, "optim": optim, "train": train})
@@ -268,7 +282,7 @@ class Stage(NamedTuple):
         if tree["train"]["steps"] <= first:
             raise ConfigError(f"{what}: it has no steps after step {first}; set its tokens or a larger train.steps")
         config = validate(type(self.config), tree, what).from_step(first)
-        if obstacle := obstacle_to_schedule(config.optim, config.own_steps):
+        if obstacle := obstacle_to_schedule(config.optim, config.schedule_steps):
             raise ConfigError(f"{what}: {obstacle}")
         return Stage(self.name, self.config.model_copy(update={"train": here})), Stage(changes.name, config)
 

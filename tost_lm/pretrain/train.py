@@ -15,8 +15,7 @@ from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.graceful_stop import GracefulStop, StopOfRanks, StopRequestedError
 from tost_lm.parallel.mesh import World, build_mesh, start_world, stop_world
 from tost_lm.parallel.watchdog import Heartbeat, watch_ranks
-from tost_lm.parallel.zero import check_deepspeed
-from tost_lm.pretrain.engine import build_training_engine, build_writer, set_matmul_precision, use_deterministic_kernels
+from tost_lm.pretrain.engine import build_training_engine, build_writer, prepare_process, warn_of_slow_layers
 from tost_lm.pretrain.folder import NEXT_STAGE, log_end, open_folder
 from tost_lm.pretrain.profiler import Profiler
 from tost_lm.pretrain.settings import PretrainConfig
@@ -52,13 +51,9 @@ def train(
     config = start.stage.config
     enable_flight_recorder(config.run_folder / FLIGHT_RECORDER)
     world = start_world(config.run.device, config.run.timeouts)
-    set_matmul_precision(config.train.tf32, world.device)
     heartbeat = Heartbeat(config.run_folder / "heartbeats", world.rank)
     with watch_ranks(heartbeat, config.run.timeouts, graceful_stop.request):
-        if config.train.deterministic:
-            use_deterministic_kernels(config.model, world.device)
-        if config.deepspeed:
-            check_deepspeed(config.deepspeed, world.device.type)
+        prepare_process(config, world.device)
         require_same_start(start, evaluation.facts if evaluation else {})
         config = with_tile_size(config, world)
         start = start._replace(stage=start.stage._replace(config=config))
@@ -91,9 +86,7 @@ class Launch:
         self.batches = build_batches(config, corpora, self.mesh, self.tiling, stages=start.records)
         build = partial(build_training_engine, config, self.mesh)
         self.engine, self.progress, start = start_engine(build, run, start, warn)
-        for reason in dict.fromkeys(block.mixer.missing_kernels() for block in self.engine.module.blocks):
-            if reason:
-                warn(f"warning: layers of this model are slow here: {reason}")
+        warn_of_slow_layers(self.engine, warn)
         self.guard = SpikeGuard(config.train.skip_spike_sigma, config.run.abort_after_skips, self.progress)
         self.checksums = Checksums(self.engine, config.run.sdc_check_interval)
         self.profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
@@ -138,7 +131,28 @@ class Launch:
         config, due = self.config, self.is_due
         self.heartbeat.record(step - 1, "training")
         self.profiler.before_step(step)
-        lr = learning_rate(step - 1 - config.first_step, config.own_steps, config.optim)
+        if config.data.skips(step):
+            self.metrics.skipped(step, "data.skip_steps")
+            self.progress = replace(self.progress, step=step)
+        else:
+            self.update(step, micro_batches)
+        self.profiler.after_step(step)
+        if (validation := self.validation) and due(config.validation.every):
+            row = self.measured(lambda beat: validation.measure(self.engine, beat, self.metrics.log))
+            self.metrics.validation({"step": step, **row})
+            self.progress = self.progress.after_validation(row["loss"])
+        if (evaluation := self.evaluation) and due(config.evaluation.every):
+            for row in self.measured(lambda beat: evaluation.measure(self.engine, self.mesh, beat)):
+                self.metrics.evaluation({"step": step, **row})
+        self.stop_reason = self.stop.after_step()
+        self.writer.poll()
+        if step % config.checkpoint.interval == 0 or self.is_over:
+            self.save()  # last, so that the checkpoint contains all results
+
+    def update(self, step: int, micro_batches: list[MicroBatch]) -> None:
+        """Train on the batch of step number `step`, unless it is a spike."""
+        config = self.config
+        lr = learning_rate(step - 1 - config.schedule_from, config.schedule_steps, config.optim)
         outcome = train_step(
             self.engine, micro_batches, self.tiling, lr,
             self.guard.reason_to_skip, self.checksums.before_update, self.stop.check,
@@ -155,18 +169,6 @@ class Launch:
         )  # fmt: skip
         if step % config.run.log_every == 0 or step in (1, config.train.steps):
             self.metrics.step(step, outcome.loss, lr, outcome.grad_norm, outcome.z_loss)
-        self.profiler.after_step(step)
-        if (validation := self.validation) and due(config.validation.every):
-            row = self.measured(lambda beat: validation.measure(self.engine, beat, self.metrics.log))
-            self.metrics.validation({"step": step, **row})
-            self.progress = self.progress.after_validation(row["loss"])
-        if (evaluation := self.evaluation) and due(config.evaluation.every):
-            for row in self.measured(lambda beat: evaluation.measure(self.engine, self.mesh, beat)):
-                self.metrics.evaluation({"step": step, **row})
-        self.stop_reason = self.stop.after_step()
-        self.writer.poll()
-        if step % config.checkpoint.interval == 0 or self.is_over:
-            self.save()  # last, so that the checkpoint contains all results
 
     @property
     def is_over(self) -> bool:

@@ -89,7 +89,7 @@ def _stages(run: RunRecord) -> str:
     names = ("stage", "steps", "tokens", "sequence", "batch", "packing", "data")
     rows = [
         (
-            stage.name,
+            stage.name + ("" if stage.rewound_from is None else f" (rewound from step {stage.rewound_from:,})"),
             f"{stage.first_step + 1:,} to {stage.first_step + steps:,}",
             f"{steps * stage.batch_tokens:,}",
             f"{stage.seq_len:,}",

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tost_lm.data.stages import StageRecord
 from tost_lm.markdown import table
 from tost_lm.page import (
     CONTRAST,
@@ -43,7 +44,8 @@ def losses(run: RunRecord, page: Page) -> str:
     """Loss curves."""
     if not run.metrics:
         return f"## Loss\n\n{missing_line('tost train configs/pretrain/NAME.toml')}"
-    picture = page.add_figure("loss", loss_chart(run.metrics, run.validation), "Training and validation loss by step")
+    chart = loss_chart(run.metrics, run.validation, run.stages)
+    picture = page.add_figure("loss", chart, "Training and validation loss by step")
     last = run.metrics[-1]
     paragraphs = ["## Loss", picture, f"Last training loss: {_nats(last['loss'])} at step {last['step']:,}."]
     if run.validation:
@@ -68,7 +70,8 @@ def optimizer(run: RunRecord, page: Page) -> str:
     """Learning rate and gradient norm."""
     if np.isnan([column(run.metrics, key) for key in ("lr", "grad_norm")]).all():
         return ""
-    picture = page.add_figure("optimizer", optimizer_chart(run.metrics), "Learning rate and gradient norm by step")
+    chart = optimizer_chart(run.metrics, run.stages)
+    picture = page.add_figure("optimizer", chart, "Learning rate and gradient norm by step")
     return f"## Learning rate and gradient norm\n\n{picture}"
 
 
@@ -173,7 +176,9 @@ def _last_loss(rows: list[dict[str, Any]]) -> str:
 EARLIER_MEASUREMENTS = 3
 
 
-def loss_chart(metrics: Sequence[dict[str, Any]], validation: Sequence[dict[str, Any]]) -> Chart:
+def loss_chart(
+    metrics: Sequence[dict[str, Any]], validation: Sequence[dict[str, Any]], stages: Sequence[StageRecord] = ()
+) -> Chart:
     """Training loss by step, logged and smoothed, and validation loss."""
     steps, losses = [row["step"] for row in metrics], column(metrics, "loss")
     smoothed = _smoothed(losses)
@@ -191,9 +196,18 @@ def loss_chart(metrics: Sequence[dict[str, Any]], validation: Sequence[dict[str,
         lines["validation loss (nats/token)"] = (measured, held_out.tolist())
         axes.plot(measured, held_out, color=CONTRAST, linewidth=2, marker=marker(len(measured)), label="validation")
     step_axis(axes)
+    mark_stages(axes, stages)
     axes.set_ylabel("loss (nats per token)")
     axes.legend()
     return Chart(figure, **line_data("step", lines))
+
+
+def mark_stages(axes: Any, stages: Sequence[StageRecord]) -> None:
+    """A line with the name of each stage but the first, where it begins."""
+    for stage in stages[1:]:
+        axes.axvline(stage.first_step, color="gray", linewidth=0.8, linestyle=":")
+        point = {"xycoords": axes.get_xaxis_transform(), "xytext": (3, 0), "textcoords": "offset points"}
+        axes.annotate(stage.name, (stage.first_step, 0.98), **point, rotation=90, va="top", fontsize=8, color="gray")
 
 
 def position_chart(validation: Sequence[dict[str, Any]]) -> Chart:
@@ -213,7 +227,7 @@ def position_chart(validation: Sequence[dict[str, Any]]) -> Chart:
     return Chart(figure, **line_data("positions up to (tokens)", lines))
 
 
-def optimizer_chart(metrics: Sequence[dict[str, Any]]) -> Chart:
+def optimizer_chart(metrics: Sequence[dict[str, Any]], stages: Sequence[StageRecord] = ()) -> Chart:
     """Learning rate and gradient norm by step."""
     steps = [row["step"] for row in metrics]
     rates, norms = column(metrics, "lr"), column(metrics, "grad_norm")
@@ -224,6 +238,8 @@ def optimizer_chart(metrics: Sequence[dict[str, Any]]) -> Chart:
     bottom.plot(steps, norms, color=DARK, linewidth=1, marker=marker(len(steps)), markersize=4)
     bottom.set_ylabel("gradient norm")
     step_axis(bottom)
+    mark_stages(top, stages)
+    mark_stages(bottom, stages)
     if (norms > 0).any():
         log_value_axis(bottom)
     lines = {"learning rate (1)": (steps, rates.tolist()), "gradient norm (1)": (steps, norms.tolist())}

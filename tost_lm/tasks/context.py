@@ -95,8 +95,6 @@ class ContextConfig(GridConfig):
     """Examples per cell."""
     haystack: Path | None = None
     """A UTF-8 file with one long document for copying and context_gain; default: the held-out documents, or Python's documentation if there are none."""
-    samples_folder: Path = Path("data/context")
-    """Folder of generated examples, which models with the same tokenizer share. It may be deleted."""
 
     @field_validator("lengths", "shots", "passages")
     @classmethod

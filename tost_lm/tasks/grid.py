@@ -23,7 +23,7 @@ from tost_lm.inference.evaluated import EvaluatedCheckpoint, read_result_file, w
 from tost_lm.inference.ranks import Ranks
 from tost_lm.markdown import format_chance, format_result, with_error
 from tost_lm.tasks.haystacks import Text
-from tost_lm.tasks.queries import GridConfig, Queries, StoredQueries, stored_queries
+from tost_lm.tasks.queries import Examples, GridConfig, Queries
 from tost_lm.tasks.table import OWN_SENTENCES, OWN_TEXT, TableRow, in_words, shown_result
 from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
 
@@ -37,7 +37,7 @@ FEW_EXAMPLES = 25
 """With fewer the standard error of an accuracy may exceed 10 %."""
 
 
-NOT_SCORES = ("protocol", "identity", "seconds", "samples_xxh3", "examples")
+NOT_SCORES = ("protocol", "identity", "seconds", "examples")
 """Keys of a cell's file that are no scores."""
 
 
@@ -117,7 +117,7 @@ class GridTask(Task):
 
         model, ranks, tokenizer = evaluation.model, evaluation.ranks, evaluation.tokenizer
         lengths = queries.lengths(settings, model.config)
-        grid = Grid(queries, identity, evaluation.evaluated, lengths, settings.samples_folder)
+        grid = Grid(queries, identity, evaluation.evaluated, lengths)
         grid.measure(ranks, model_scorer(model, tokenizer.vocab_size, ranks), tokenizer)
         if (fewest := grid.samples * len(queries.depths)) < FEW_EXAMPLES:
             evaluation.notes[
@@ -145,8 +145,8 @@ class GridTask(Task):
 
             scorer, cells = model_scorer(model, tokenizer.vocab_size, ranks), []
             for length, depth in places:
-                sets = [queries.query(length, depth, sample) for sample in range(settings.samples)]
-                scores, _ = score_cell(queries, tokenizer, scorer, sets)
+                examples = Examples(queries, length, depth, settings.samples)
+                scores, _ = score_cell(queries, tokenizer, scorer, examples)
                 cells.append({"length": length, "samples": settings.samples, **scores})
             keys = self.headline, f"control_{self.headline}"
             by_length = {f"{self.headline}_at_{length}": score for length, (score, _) in self._means(cells).items()}
@@ -215,15 +215,8 @@ def identity_of(queries: Queries, settings: Row, evaluated: EvaluatedCheckpoint)
 class Grid:
     """The cells of one task and their files."""
 
-    def __init__(
-        self,
-        queries: Queries,
-        identity: Row,
-        evaluated: EvaluatedCheckpoint,
-        lengths: Sequence[int],
-        samples_folder: Path,
-    ):
-        self.queries, self.identity, self.samples_folder = queries, identity, samples_folder
+    def __init__(self, queries: Queries, identity: Row, evaluated: EvaluatedCheckpoint, lengths: Sequence[int]):
+        self.queries, self.identity = queries, identity
         self.samples: int = identity["settings"]["samples"]
         self.cells = [Cell(length, depth) for length in lengths for depth in queries.depths]
         self.folder = evaluated.results_path(queries.name).parent / "cells"
@@ -241,11 +234,11 @@ class Grid:
         lengths = list(dict.fromkeys(cell.length for cell in self.cells))
         for cell in todo[ranks.copy :: ranks.copies]:
             started = time.monotonic()
-            sets = self._examples(ranks, tokenizer, cell)
-            scores, rows = score_cell(self.queries, tokenizer, scorer, sets)
+            examples = Examples(self.queries, *cell, self.samples)
+            scores, rows = score_cell(self.queries, tokenizer, scorer, examples)
             result = {
                 "protocol": self.queries.name, "identity": self._identity(cell), **cell._asdict(),
-                "samples": self.samples, "samples_xxh3": sets.xxh3, **self.queries.facts(cell.length), **scores,
+                "samples": self.samples, **self.queries.facts(cell.length), **scores,
                 "seconds": time.monotonic() - started, "examples": rows,
             }  # fmt: skip
             if ranks.is_first_of_copy:
@@ -261,15 +254,6 @@ class Grid:
         stored = filter(None, map(self._stored, self.folder.glob("length_*.json")))
         scores = [{key: value for key, value in cell.items() if key not in NOT_SCORES} for cell in stored]
         return sorted(scores, key=lambda cell: (cell["length"], cell["depth"] or 0))
-
-    def _examples(self, ranks: Ranks, tokenizer: Tokenizer, cell: Cell) -> StoredQueries:
-        text = self.queries.text
-        identity = {
-            "task": self.queries.name, "tokenizer_sha256": tokenizer.sha256, **self._settings(cell),
-            **(text.facts if text else {}), **({"shards": text.shards.fingerprint} if text and text.shards else {}),
-            **{key: value for key, value in self.identity.items() if key == "task_sha256"},
-        }  # fmt: skip
-        return stored_queries(self.samples_folder, self.queries, cell.name, identity, ranks, cell.length, cell.depth)
 
     def _file(self, cell: Cell) -> Path:
         return self.folder / f"{cell.name}.json"

@@ -1,8 +1,7 @@
 """Running text: nats per token, word and byte, each with its denominator.
 
 WikiText-2 and WikiText-103 (raw test file) as the guide of Hugging Face and as lm-evaluation-harness measure them; Penn
-Treebank, the test file of Mikolov, detokenized; the validation tokens of OpenWebText that the script of nanoGPT writes;
-the last five million of a hundred million bytes of enwik8 and text8.
+Treebank, the test file of Mikolov, detokenized; the validation tokens of OpenWebText that the script of nanoGPT writes.
 """
 
 import math
@@ -245,37 +244,6 @@ def openwebtext_ids(path: Path, tokenizer: Tokenizer) -> np.ndarray:
     return ids.astype(np.int64)
 
 
-TEST_BYTES = 5_000_000
-
-
-class LastBytes(RunningText):
-    """`enwik8@bpb` and `text8@bpc`: the test bytes in disjoint windows after an end of text. The headline is
-    bits_per_byte; text8 has one byte per character."""
-
-    about = "bits per byte of the last 5,000,000"
-    headline = "bits_per_byte"
-
-    def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
-        whole = read_text(path)
-        name, size = self.data_set.name, self.data_set.bytes or math.inf
-        data, expected = whole.encode(), f"the whole file {name}"
-        if not TEST_BYTES < len(data) <= size:
-            raise DataError(
-                f"{path}: {len(data):,} bytes; give {expected} ({size:,} bytes), whose last "
-                f"{TEST_BYTES:,} bytes are the test set"
-            )
-        if name == "enwik8" and not whole.startswith("<mediawiki"):
-            raise wrong_format(path, whole, expected)
-        if name == "text8" and (other := re.search(rb"[^a-z ]", data[-TEST_BYTES:])):
-            at, byte = len(data) - TEST_BYTES + other.start(), ascii(other[0])[1:]
-            raise DataError(
-                f"{path}: {byte} at byte {at:,}, but text8 has only letters a to z and spaces; give {expected}"
-            )
-        text = data[-TEST_BYTES:].decode(errors="ignore")
-        windows = disjoint_windows(tokenizer.encode_array(text), tokenizer.eot, window)
-        return windows_of(windows, len(text.split()), text)
-
-
 def _lines_of_wikitext(rows: HubRows) -> Iterator[str]:
     return (row["text"] or " \n" for row in rows)
 
@@ -307,8 +275,6 @@ OWT = DataSet(
     "val.bin of OpenWebText from nanoGPT's preparation script: 4,434,897 ids of GPT-2's tokenizer, 16 bits each",
     bytes=2 * 4_434_897,
 )
-ENWIK8 = DataSet("enwik8", "enwik8, the whole file", bytes=100_000_000)
-TEXT8 = DataSet("text8", "text8, the whole file", bytes=100_000_000)
 
 FAMILY = Family(
     "perplexity",
@@ -319,8 +285,6 @@ FAMILY = Family(
         WikitextPages(WIKITEXT103),
         PennTreebank(PTB),
         OpenWebText(OWT),
-        LastBytes(ENWIK8, "bpb"),
-        LastBytes(TEXT8, "bpc"),
     ],
     section=section_of_test_sets,
 )

@@ -67,8 +67,6 @@ PUBLISHED = [
     Published("hellaswag@lm-eval", "GPT-2 1558M", "accuracy", 0.4004, HARNESS_IN_LLM_C),
     Published("ptb@megatron", "GPT-2 117M", "word_perplexity", 65.85, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     Published("owt@nanogpt", "GPT-2 124M", "nats_per_token", 3.12, NANOGPT),
-    Published("enwik8@bpb", "GPT-2 117M", "bits_per_byte", 1.16, GPT2_PAPER, differs=OWN_DETOKENIZERS),
-    Published("text8@bpc", "GPT-2 117M", "bits_per_byte", 1.17, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     *[
         Published(task, model, "nats_per_token", value, TOST_PAPER)
         for task, values in TOST_NATS.items()

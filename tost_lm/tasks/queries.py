@@ -1,15 +1,5 @@
-"""Queries: texts of an exact length that end in a question, each with a control.
+"""Queries: texts of an exact length that end in a question, each with a control."""
 
-Files of a cell's queries, so that they are generated once for all ranks, calls and models with the same tokenizer:
-
-    FOLDER/TASK/length_00001024_depth_0.50-IDENTITY.npy     the prompts, int32 [samples, conditions, T], padded with −1
-    FOLDER/TASK/length_00001024_depth_0.50-IDENTITY.json    questions and answers, and the XXH3-128 of the prompts
-
-The JSON file is written last, and has a hash of its own.
-"""
-
-import json
-import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -19,14 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import xxhash
 from pydantic import Field, PositiveInt, field_validator
 
 from tost_lm.config import Section
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
-from tost_lm.files import atomic_writer, manifest_bytes, regular_file, write_atomically, xxh3_file
-from tost_lm.inference.ranks import Ranks
 from tost_lm.tasks.haystacks import Haystack, Text, insert_needles
 
 if TYPE_CHECKING:
@@ -62,8 +49,6 @@ class GridConfig(Section):
     """Seed of the texts, keys and values."""
     haystack: Path | None = None
     """A UTF-8 file for haystacks; default: the held-out documents, or Python's documentation if there are none."""
-    samples_folder: Path = Path("data/retrieval")
-    """Folder of generated examples, which models with the same tokenizer share. It may be deleted."""
 
     @field_validator("lengths")
     @classmethod
@@ -217,85 +202,16 @@ class PuzzleQueries(Queries):
         return 1 + len(intro) + len(self.encode(puzzle.question)) + self.room
 
 
-POLL_S = 0.1
+class Examples(Sequence[tuple[Query, ...]]):
+    """The first queries of a cell under each condition, each made when it is used: they may have millions of tokens."""
 
-
-class StoredQueries(Sequence[tuple[Query, ...]]):
-    """Queries under each condition of their task, each read from the file when it is used."""
-
-    def __init__(self, prompts_SKT: np.ndarray, facts: list[list[dict[str, Any]]], xxh3: str):
-        self._prompts_SKT, self._facts = prompts_SKT, facts
-        self.xxh3 = xxh3
-        """Hex XXH3-128 of the file of prompts, which identifies the examples in results."""
+    def __init__(self, queries: Queries, length: int, depth: float | None, samples: int):
+        self._queries, self._length, self._depth, self._samples = queries, length, depth, samples
 
     def __len__(self) -> int:
-        return len(self._facts)
+        return self._samples
 
     def __getitem__(self, sample: Any) -> Any:
         if isinstance(sample, slice):
             return [self[i] for i in range(*sample.indices(len(self)))]
-        prompts_KT, facts = self._prompts_SKT[sample].astype(np.int64), self._facts[sample]
-        return tuple(
-            Query(
-                prompt=prompt_T[prompt_T >= 0],
-                question=of["question"],
-                references=tuple(of["references"]),
-                options=tuple(map(tuple, of["options"])),
-                right=of["right"],
-            )
-            for prompt_T, of in zip(prompts_KT, facts, strict=True)
-        )
-
-
-def stored_queries(
-    folder: Path, task: Queries, name: str, identity: dict[str, Any], ranks: Ranks, length: int, depth: float | None
-) -> StoredQueries:
-    """The examples of a cell; all ranks of a copy of the model call it.
-
-    If no valid file has this identity, the first rank of the copy writes it, and the others wait for it.
-
-    Args:
-        name: of the cell's files, without a suffix.
-        identity: everything that the examples depend on, as JSON; `samples` is their number.
-    """
-    key = xxhash.xxh3_64_hexdigest(json.dumps(identity, sort_keys=True).encode())
-    prompts, answers = (folder / task.name / f"{name}-{key}.{suffix}" for suffix in ("npy", "json"))
-    while (found := _read(prompts, answers, identity)) is None:
-        if ranks.is_first_of_copy:
-            _write(prompts, answers, identity, task, length, depth)
-        else:
-            time.sleep(POLL_S)
-    return found
-
-
-def _read(prompts: Path, answers: Path, identity: dict[str, Any]) -> StoredQueries | None:
-    """None: the files are missing or damaged."""
-    try:
-        data = regular_file(answers).read_bytes()
-        stored = json.loads(data)
-        del stored["xxh3"]
-        xxh3 = stored["prompts_xxh3"]
-        if data != manifest_bytes(stored) or stored["identity"] != identity or xxh3_file(prompts) != xxh3:
-            return None
-        return StoredQueries(np.load(regular_file(prompts), mmap_mode="r"), stored["examples"], xxh3)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _write(
-    prompts: Path, answers: Path, identity: dict[str, Any], task: Queries, length: int, depth: float | None
-) -> None:
-    samples, tokens, facts = identity["samples"], length - task.room, []
-    header = {"descr": "<i4", "fortran_order": False, "shape": (samples, len(task.conditions), tokens)}
-    with atomic_writer(prompts) as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        for sample in range(samples):
-            conditions = task.query(length, depth, sample)
-            for example in conditions:
-                padding = (0, tokens - len(example.prompt))
-                file.write(np.pad(example.prompt, padding, constant_values=-1).astype("<i4").tobytes())
-            facts.append(
-                [{key: value for key, value in vars(example).items() if key != "prompt"} for example in conditions]
-            )
-    stored = {"identity": identity, "prompts_xxh3": xxh3_file(prompts), "examples": facts}
-    write_atomically(answers, manifest_bytes(stored))
+        return self._queries.query(self._length, self._depth, sample)

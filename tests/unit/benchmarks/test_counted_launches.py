@@ -20,9 +20,8 @@ def test_a_layer_launches_what_the_plan_takes(letter: str):
     assert together + BLOCK_LAUNCHES == FACTS[letter].launches()
 
 
-@pytest.mark.parametrize("documents", [16, 100])
-def test_a_softmax_layer_is_one_call_for_all_documents(documents: int):
-    layer, model = count("A", 16, 64, documents), count("gpt2-base", 16, 64, documents)
+def test_a_softmax_layer_is_one_call_for_all_documents():
+    layer, model = count("A", 16, 64, 100), count("gpt2-base", 16, 64, 100)
     assert layer["forward"] <= 20, layer
     assert layer["backward"] <= 30, layer
     assert layer["forward_operations"]["aten::_flash_attention_forward"] == 1

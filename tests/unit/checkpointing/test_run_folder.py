@@ -62,9 +62,9 @@ def test_damaged_newer_ones_push_out_none(run: Path):
 
 
 def test_a_disk_that_is_too_small_for_the_run_is_detected(run: Path):
-    def require(folder: Path, checkpoint_bytes: int, **settings: int) -> None:
+    def require(folder: Path, checkpoint_bytes: int, step: int = 0, **settings: int) -> None:
         checkpoint = validate(CheckpointConfig, {"interval": 4, **settings}, "test")
-        require_disk_space_for_run(folder, checkpoint, checkpoint_bytes, 0, 30, keeps_best=False)
+        require_disk_space_for_run(folder, checkpoint, checkpoint_bytes, step, 30, keeps_best=False)
 
     new, exabyte = run.with_name("new"), 10**18
     with pytest.raises(CheckpointError, match=r"saving 5 more checkpoints needs 5,000,000,\S+ bytes.*keep_latest_k 4"):
@@ -76,7 +76,7 @@ def test_a_disk_that_is_too_small_for_the_run_is_detected(run: Path):
     require(new, 1, keep_latest_k=4)
     # A run that goes on deletes what it has.
     with pytest.raises(CheckpointError, match="checkpoints: a checkpoint needs 1,000,000,"):
-        require(run, exabyte, keep_latest_k=4)
+        require(run, exabyte, step=8, keep_latest_k=4)
 
 
 def hold(folder: Path, pipe: Connection, forks: bool) -> None:

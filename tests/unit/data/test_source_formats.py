@@ -333,7 +333,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(VALUES, min_size=1), st.sampled_from([None, 0, 3]), st.booleans(), st.integers(1, 40))
 def test_arrays_are_read_like_the_json_module(tmp_path, items, indent, ascii_only, read_bytes):
     file = tmp_path / "a.json"

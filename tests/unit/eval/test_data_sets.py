@@ -78,9 +78,9 @@ def test_rows_of_the_hub_become_files_in_the_published_format(capsys: pytest.Cap
 @pytest.mark.usefixtures("hub")
 def test_a_missing_set_is_one_line_that_asks_for_a_file(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(
-        ConfigError, match=r"^sets\.enwik8: not set, and .* give sets\.enwik8=FILE \(enwik8, the whole file\)"
+        ConfigError, match=r"^sets\.owt: not set, and .* give sets\.owt=FILE \(val\.bin of OpenWebText "
     ):
-        find_file("enwik8")
+        find_file("owt")
     hub = DATA_SETS["ptb"].hub
     assert hub
     monkeypatch.setitem(DATA_SETS, "ptb", replace(DATA_SETS["ptb"], hub=hub._replace(name="/nowhere/at/all")))
@@ -112,7 +112,7 @@ def test_a_file_may_be_compressed(tmp_path: Path):
     assert plain.sha256 == packed.sha256
     assert plain.is_published is packed.is_published is None
     assert find_file("wikitext2", tmp_path / "a.txt").is_published is False
-    assert find_file("enwik8", tmp_path / "a.txt").is_published is False  # its size is known
+    assert find_file("owt", tmp_path / "a.txt").is_published is False  # its size is known
     (tmp_path / "a.txt.gz").write_bytes((tmp_path / "a.txt.gz").read_bytes()[:12] + b"\xff" * 9)
     with pytest.raises(DataError, match=r"a\.txt\.gz: cannot be read: .*; download it again"):
         find_file("ptb", tmp_path / "a.txt.gz")
@@ -129,5 +129,5 @@ def test_published_files_are_recognized():
         find_file("wikitext2", lambada_test)
     with pytest.raises(DataError, match=r"the published file of lambada_openai; give LAMBADA's original, lower-case"):
         find_file("lambada_standard", lambada_test)
-    with pytest.raises(DataError, match=r"the published file of wikitext2; give enwik8, the whole file$"):
-        find_file("enwik8", wiki)
+    with pytest.raises(DataError, match=r"the published file of wikitext2; give val\.bin of OpenWebText "):
+        find_file("owt", wiki)

@@ -48,12 +48,12 @@ def test_the_recipes_name_existing_tasks(name: str, count: int):
 def test_all_missing_files_are_found_before_anything_is_measured(run_folder: Path):
     with pytest.raises(TostError) as error:
         evaluate(
-            run_folder, LAMBADA, "text8@bpc", "needle", "context", "heldout", "positions", "text",
+            run_folder, LAMBADA, "owt@nanogpt", "needle", "context", "heldout", "positions", "text",
             sets={"lambada_openai": "missing.jsonl"}, heldout={"shards": "nowhere"}, needle={"haystack": "missing.txt"},
             context={"haystack": "missing.txt"}, text={"file": "missing.txt"},
         )  # fmt: skip
     begins = [
-        "sets.lambada_openai missing.jsonl: no such file", "sets.text8: not set",
+        "sets.lambada_openai missing.jsonl: no such file", "sets.owt: not set",
         "needle.haystack missing.txt: no such file", "context.haystack missing.txt: no such file", "nowhere: ",
         "text.file missing.txt: no such file",
     ]  # fmt: skip
@@ -107,10 +107,14 @@ def test_the_table_has_every_result_with_its_error_reference_and_published_resul
         for end, nats, error in ((8, 6.0, 0.1), (64, 5.5, 0.1), (512, 5.25, None))
     ]
     write(run_folder, "positions", by_position=buckets, sequences=2)
-    totals = {"bits_per_byte": 1.5, "bits_per_byte_standard_error": 0.0, "examples": 1}  # the bootstrap of one example
-    write(run_folder, "enwik8@bpb", model=totals, headline="bits_per_byte", **of_set)
+    totals = {
+        "nats_per_token": 1.5,
+        "nats_per_token_standard_error": 0.0,
+        "examples": 1,
+    }  # the bootstrap of one example
+    write(run_folder, "owt@nanogpt", model=totals, headline="nats_per_token", **of_set)
     write(run_folder, "text@bpb", model={"bits_per_byte": 2.0, "tokens": 1234})
-    tasks = find_tasks([LAMBADA, WIKITEXT, PIQA, "enwik8@bpb", HELDOUT, "copying@text", "positions", "text"])
+    tasks = find_tasks([LAMBADA, WIKITEXT, PIQA, "owt@nanogpt", HELDOUT, "copying@text", "positions", "text"])
     failed = {"copying@text": TostError("no text")}
     page = write_suite(EvaluatedCheckpoint.find(run_folder), tasks, failed)
     assert page == run_folder / "eval/suite.html"
@@ -127,8 +131,8 @@ def test_the_table_has_every_result_with_its_error_reference_and_published_resul
          "GPT-2 124M: 29.94 (GPT-2's released weights)", tokens],
         [*more, "GPT-2 774M: 19.44 (Hugging Face's guide to perplexity)", tokens],
         [PIQA, "accuracy", "60.00% ± 1.00%", "chance 50.00%", "1,838", "1,024", "–", "–"],
-        ["enwik8@bpb", "bits per byte", "1.5000 (no standard error)", "–", "1", "1,024",
-         "GPT-2 117M: 1.16 (GPT-2 paper (Radford et al. 2019))", "no: their detokenizers were not released"],
+        ["owt@nanogpt", "nats per token", "1.5000 (no standard error)", "–", "1", "1,024",
+         "GPT-2 124M: 3.12 (nanoGPT, GPT-2's released weights)", "yes"],
         [HELDOUT, "bits per byte", "2.5000 ± 0.0200", "byte trigram 3.0000", "12", "16", "–",
          "no: the text is our own"],
         ["copying@text", "–", "failed: no text", "–", "–", "–", "–", "–"],

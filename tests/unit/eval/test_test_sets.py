@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import DataError
 from tost_lm.inference.requests import Likelihoods
 from tost_lm.tasks import missing_word, perplexity
-from tost_lm.tasks.perplexity import LastBytes, detokenized_wikitext, pages, wikitext_rows
+from tost_lm.tasks.perplexity import detokenized_wikitext, pages, wikitext_rows
 from tost_lm.tasks.scored import GPT2_SAMPLE, Example, is_gpt2_tokenizer
 from tost_lm.tasks.task import Row
 
@@ -292,37 +291,6 @@ def test_ptb_detokenization(line: str, text: str):
     assert perplexity.detokenized_ptb(line) == text
 
 
-def test_enwik8_is_measured_on_its_last_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(perplexity, "TEST_BYTES", 20)
-    (tmp_path / "enwik8").write_bytes(("<mediawiki>" + "ü" + "y" * 19).encode())  # the test bytes begin within a letter
-    examples = examples_of("enwik8@bpb", tmp_path / "enwik8")
-    assert [target for example in examples for _, target in read(example)] == ["y" * 16, "y" * 3]
-    assert examples[0].facts["bytes"] == 19
-    rows = rows_of("enwik8@bpb", examples, [[16 * math.log(2)], [3 * math.log(2)]])
-    assert scored("enwik8@bpb").totals(rows)["bits_per_byte"] == pytest.approx(1.0)
-    task = LastBytes(replace(perplexity.ENWIK8, bytes=40), "bpb")
-    for size in (20, 41):  # all of it test bytes, or more than the published file
-        (tmp_path / "enwik8").write_bytes(b"<mediawiki".ljust(size))
-        with pytest.raises(DataError, match=rf"{size} bytes; give the whole file enwik8 \(40 bytes\)"):
-            task.examples(tmp_path / "enwik8", TOKENIZER, WINDOW)
-
-
-def test_text8_is_measured_in_bits_per_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(perplexity, "TEST_BYTES", 20)
-    (tmp_path / "text8").write_text(" anarchism originated as a term of abuse first used")
-    examples = examples_of("text8@bpc", tmp_path / "text8")
-    targets = [target for example in examples for _, target in read(example)]
-    assert "".join(targets) == " of abuse first used"
-    rows = rows_of("text8@bpc", examples, [[len(target) * math.log(2)] for target in targets])
-    assert scored("text8@bpc").totals(rows)["bits_per_byte"] == pytest.approx(1.0)
-    (tmp_path / "text8").write_text(" anarchism originated as a term of Abuse first used")
-    with pytest.raises(DataError, match=r"text8: 'A' at byte 35, but text8 has only letters a to z and spaces; give"):
-        examples_of("text8@bpc", tmp_path / "text8")
-    (tmp_path / "text8").write_text(" anarchism originated as a term of äbuse first used")
-    with pytest.raises(DataError, match=r"text8: '.xc3' at byte 35, "):
-        examples_of("text8@bpc", tmp_path / "text8")
-
-
 WRONG = {
     "wikitext2@lm-eval": [("JSON lines", '{"text": "a b c"}\n'), ("text in lower case", " no it was n't <unk> \n")],
     "wikitext2@hf-stride16": [("an empty file", " \n"), ("a WikiText file", " = One = \n It is <unk> . \n")],
@@ -331,14 +299,12 @@ WRONG = {
     "lambada_openai@tost": [("a WikiText file", WIKI), ("plain text", "Some words.\nSome more.\n")],
     "cbt_ne@gpt2": [("plain text", "Some words.\nSome more.\n")],
     "cbt_cn@tost": [("JSON lines", '{"text": "a b c"}\n')],
-    "enwik8@bpb": [("text in lower case", "anarchism originated as a term"), ("a WikiText file", WIKI)],
     "lambada_standard@lm-eval": [("questions of the Children's Book Test", "1 A b .\n2 C d .\n")],
 }
 
 
 @pytest.mark.parametrize(("name", "likely", "text"), [(name, *pair) for name, pairs in WRONG.items() for pair in pairs])
-def test_a_file_of_another_format_is_rejected(tmp_path: Path, monkeypatch, name: str, likely: str, text: str):
-    monkeypatch.setattr(perplexity, "TEST_BYTES", 20)
+def test_a_file_of_another_format_is_rejected(tmp_path: Path, name: str, likely: str, text: str):
     (tmp_path / "file").write_text(text)
     with pytest.raises(DataError, match=rf"file, line 1: wrong format, the file looks like {likely}; give ") as error:
         examples_of(name, tmp_path / "file")

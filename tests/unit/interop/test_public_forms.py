@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import tost_lm
-from tost_lm.config import validate
+from tost_lm.config import find_recipe, load_config, validate
 from tost_lm.data.tokenizers import CharacterTokenizer
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.inference.hugging_face import find_evaluated
@@ -30,7 +30,8 @@ from tost_lm.interop.qwen3 import QWEN3
 from tost_lm.interop.qwen3_5 import QWEN3_5
 from tost_lm.mixers.delta.layer import DeltaMixer
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.testing import assert_as_accurate
+from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, assert_close
 
 transformers = pytest.importorskip("transformers")
 
@@ -190,16 +191,47 @@ def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=0, msg=name)
 
 
-def test_the_text_part_of_a_model_of_images_is_read(tmp_path: Path):
-    text = build_theirs("Qwen3.5")
+def write_with_images(folder: Path, text: Any) -> None:
+    """Write a model of images and texts with this text part, a tokenizer and weights `mtp.*`."""
     vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": WIDTH}
-    config = transformers.Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision)
+    config = transformers.Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision, eos_token_id=1)
     whole = transformers.Qwen3_5ForConditionalGeneration(config)
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
-    whole.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen3_5"
-    assert_equal_bits(dict(tost_lm.load(tmp_path).state_dict()), dict(build_ours("Qwen3.5", text).state_dict()))
+    whole.save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token=EOT).save_pretrained(folder)
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {"mtp.fc.weight": torch.ones(2)}, path, metadata={"format": "pt"})
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_5"
+
+
+def test_the_text_part_of_a_model_of_images_is_read_and_written_into_a_copy(tmp_path: Path):
+    text = build_theirs("Qwen3.5")
+    write_with_images(tmp_path / "theirs", text)
+    config, weights, *_ = QWEN3_5.read(tmp_path / "theirs")
+    assert_equal_bits(weights, dict(build_ours("Qwen3.5", text).state_dict()))
+    tokenizer = read_their_tokenizer(tmp_path / "theirs")
+    assert tokenizer is not None
+    longer = config.model_copy(update={"context_length": 1 << 21})
+    trained = {name: weight + 1 for name, weight in weights.items()}
+    QWEN3_5.write(tmp_path / "back", longer, trained, tokenizer, like=tmp_path / "theirs", card="new")
+    assert_equal_bits(QWEN3_5.read(tmp_path / "back").weights, trained)
+    assert QWEN3_5.read(tmp_path / "back").config == longer
+    read, written = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "back"))
+    assert written.keys() == read.keys()
+    others = [name for name in read if not name.startswith(("model.language_model.", "lm_head."))]
+    assert any("visual" in name for name in others)
+    assert_equal_bits({name: written[name] for name in others}, {name: read[name] for name in others})
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {
+        "README.md", *(path.name for path in (tmp_path / "theirs").iterdir())
+    }  # fmt: skip
+    _, found = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(found.values()), found
+
+    small = validate(ModelConfig, config.model_dump() | {"mlp_hidden": 64}, "test")
+    new = dict(TostLM(small).state_dict())
+    with pytest.raises(DataError, match=r"theirs: its text part has other weights: .*mlp.*; give the folder that it"):
+        QWEN3_5.write(tmp_path / "new", small, new, tokenizer, like=tmp_path / "theirs")
 
 
 def test_a_folder_with_another_tokenizer_is_not_kept(tmp_path: Path):
@@ -268,12 +300,15 @@ def test_strange_and_damaged_weights_are_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"transformers cannot read it: .*; copy it again$"):
         tost_lm.load(tmp_path)
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"transformers cannot read it: .*; copy it again$"):
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors; load the model in transformers and write it "):
         tost_lm.load(tmp_path)
 
 
 def test_a_model_of_another_form_is_not_written(tmp_path: Path):
-    tree = {"preset": "delta-350m", "layers": 4, "width": 32, "heads": 2, "vocab_size": 64, "softmax": {"kv_heads": 2}}
+    tree = {
+        "preset": "delta-350m", "layers": 4, "width": 32, "heads": 2, "vocab_size": 64, "norm_after": "",
+        "softmax": {"kv_heads": 2, "qk_norm": True},
+    }  # fmt: skip
     tokenizer = CharacterTokenizer(b'"ab"')
     with pytest.raises(ConfigError) as error:
         OLMO_HYBRID.write(tmp_path / "new", validate(ModelConfig, tree, "test"), {}, tokenizer)
@@ -282,6 +317,19 @@ def test_a_model_of_another_form_is_not_written(tmp_path: Path):
         "model.softmax.qk_norm True: OlmoHybridForCausalLM only has 'all-heads'; this model cannot be converted",
     ]
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("recipe", ["delta_350m", "delta_1b_32k", "delta_1b_8k_128k", "delta_3b_128k"])
+@torch.no_grad()
+def test_a_small_model_of_a_recipe_is_a_public_one(recipe: str, tmp_path: Path):
+    sizes = {"layers": 4, "heads": 2, "width": WIDTH, "vocab_size": VOCAB, "softmax.kv_heads": 1}
+    words = [f"model.{name}={size}" for name, size in sizes.items()]
+    torch.manual_seed(0)
+    ours = TostLM(load_config(PretrainConfig, find_recipe(Path(recipe)), words).model).eval()
+    OLMO_HYBRID.write(tmp_path / "new", ours.config, ours.state_dict(), CharacterTokenizer(b'"ab"'))
+    theirs, tokens_BT = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new"), torch.arange(60)[None]
+    with run_theirs("OLMo-Hybrid", torch.float32):
+        assert_close(ours(tokens_BT).logits, theirs(tokens_BT).logits, FLOAT32_REORDERED)
 
 
 def batches() -> Tensor:

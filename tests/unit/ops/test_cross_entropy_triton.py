@@ -127,5 +127,6 @@ def check_loss_kernels(dtype: str) -> None:
         assert kernel["registers"] <= 128
 
 
+@pytest.mark.slow
 def test_the_kernel_compiles_and_stays_in_registers():
     check_loss_kernels("bfloat16")

@@ -1,6 +1,7 @@
 """Figures of reports: texts lie inside the figure, and tick labels do not overlap."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, starmap
 from typing import Any
@@ -11,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from stage_records import progress
 
 from tost_lm.page import Chart
 from tost_lm.report.record import Curve, position_curves_chart, step_chart
@@ -40,8 +42,9 @@ def tasks(count: int, lengths: int) -> Chart:
 def training(steps: Sequence[int]) -> Iterator[Chart]:
     metrics = [{"step": step, "loss": 9 / (1 + i), "lr": 1e-4, "grad_norm": 0.5 + i} for i, step in enumerate(steps)]
     measured = [{"step": step, "loss": 5, "position_ends": ENDS, "loss_by_position": FALLING} for step in steps[:9]]
-    yield loss_chart(metrics, measured)
-    yield optimizer_chart(metrics)
+    stages = [replace(progress(steps[-1], 1, 4).stages[0], first_step=step) for step in (0, steps[len(steps) // 2])]
+    yield loss_chart(metrics, measured, stages)
+    yield optimizer_chart(metrics, stages)
     yield position_chart(measured)
     curve = Curve(list(steps), np.linspace(9, 3, len(steps)), np.full(len(steps), 0.1))
     yield step_chart({f"{i}: {'optim.lr=0.001 ' * 4}"[:60]: curve for i in range(3)}, "validation loss")

@@ -61,7 +61,8 @@ class DeltaMixer(TokenMixer):
         self.sizes = [2 * K + group * V, group * V, group, group]
         self.in_proj = nn.Linear(width, h * sum(self.sizes), bias=shape.bias)
         self.out_proj = nn.Linear(H * V, width, bias=shape.bias)
-        self.conv = nn.Parameter(torch.empty(h * self.sizes[0], CONV_TAPS).normal_(std=conv_std()))
+        taps = torch.empty(h * self.sizes[0], CONV_TAPS)
+        self.conv = nn.Parameter(taps.uniform_(-(CONV_TAPS**-0.5), CONV_TAPS**-0.5))
         self.log_rate, self.step_bias = nn.Parameter(torch.empty(H)), nn.Parameter(torch.empty(H))
         self.norm = nn.Parameter(torch.empty(V))
         set_own_constants(self)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
-from tost_lm.mixers.tssa.naive import Membership, TssaState, tssa
+from tost_lm.mixers.tssa.naive import Membership, TssaState
 from tost_lm.mixers.tssa.phases import UniformMemberships
 from tost_lm.mixers.tssa.settings import TssaShape
 from tost_lm.ops.initialization import InitialValue, set_own_constants
@@ -51,16 +51,6 @@ class TssaMixer(TokenMixer):
         options = self.membership, info.wanted_state, recurrent
         y_BTHD, *new_state = TSSA(info, info.handle, tensors, *options, softmax=self.softmax)
         return self.out_proj(y_BTHD.flatten(-2)), TssaState(*new_state) if new_state else None
-
-
-class BidirectionalTssa(TssaMixer):
-    """Bidirectional TSSA (arXiv 2412.17810)."""
-
-    def forward(self, x_BTC: Tensor, state: TssaState | None, info: SequenceInfo) -> tuple[Tensor, None]:
-        w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
-        with torch.autocast(x_BTC.device.type, enabled=False):
-            y_BTHD = tssa(w_BTHD, self.temp)  # an image has few tokens
-        return self.out_proj(y_BTHD.flatten(-2)), None
 
 
 MIXER = TssaMixer

@@ -1,14 +1,12 @@
 """The grid of cells: existing cells are reused, and the same seed gives the same bytes."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 
 from tost_lm.config import validate
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
@@ -46,7 +44,7 @@ def make_grid(run_folder: Path, tokenizer):
         config, text = validate(NeedleConfig, tree, "test"), find_text(None, "", evaluated, "needle")
         queries = NeedleQueries(config.seed, tokenizer, text, config.depths)
         identity = identity_of(queries, queries.identity(config), evaluated)
-        return Grid(queries, identity, evaluated, lengths, run_folder / "samples")
+        return Grid(queries, identity, evaluated, lengths)
 
     return make
 
@@ -132,36 +130,3 @@ def test_a_damaged_or_edited_cell_is_measured_again(make_grid, run_folder, token
         reader = Reader()
         make_grid().measure(Ranks(), reader, tokenizer)
         assert reader.calls == 2
-
-
-def test_examples_are_generated_once_and_checked(make_grid, run_folder, tokenizer, monkeypatch):
-    generated, original = [], NeedleQueries.query
-
-    def query(task: NeedleQueries, length: int, depth: float | None, sample: int) -> tuple[Query, Query]:
-        generated.append((length, depth, sample))
-        return original(task, length, depth, sample)
-
-    monkeypatch.setattr(NeedleQueries, "query", query)
-
-    def measure(**settings: Any) -> dict[str, Any]:
-        """The cells of a model that has no results."""
-        shutil.rmtree(run_folder / "eval", ignore_errors=True)
-        generated.clear()
-        make_grid(**settings).measure(Ranks(), Reader(), tokenizer)
-        return {name: json.loads(data) | {"seconds": 0, "xxh3": ""} for name, data in cell_files(run_folder).items()}
-
-    cells = measure()
-    assert len(generated) == 4 * 2
-    stored = {path.name: path.read_bytes() for path in (run_folder / "samples" / NEEDLE).iterdir()}
-    hashes = {xxhash.xxh3_128_hexdigest(data) for name, data in stored.items() if name.endswith(".npy")}
-    assert {cell["samples_xxh3"] for cell in cells.values()} == hashes
-    assert measure() == cells
-    assert generated == []
-    for name, data in stored.items():
-        for damaged in (data[:-9], data[:200] + bytes([data[200] ^ 1]) + data[201:], b""):
-            (run_folder / "samples" / NEEDLE / name).write_bytes(damaged)
-            assert measure() == cells
-            assert len(generated) == 2  # of the damaged cell alone
-            assert {path.name: path.read_bytes() for path in (run_folder / "samples" / NEEDLE).iterdir()} == stored
-    measure(seed=1)
-    assert len(generated) == 4 * 2

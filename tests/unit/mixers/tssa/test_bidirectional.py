@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from experiments.vision.classifier import BidirectionalTssa
 from tost_lm.config import validate
-from tost_lm.mixers.tssa.layer import BidirectionalTssa
 from tost_lm.mixers.tssa.naive import tssa
 from tost_lm.model import ModelConfig
 from tost_lm.ops.positions import SequenceInfo

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
+from experiments.vision.settings import VisionConfig
 from tost_lm.errors import ConfigError
-from tost_lm.extra.vision.settings import VisionConfig
 from tost_lm.mixers.softmax.layer import SoftmaxMixer
-from tost_lm.mixers.tssa.layer import BidirectionalTssa
+from tost_lm.mixers.tssa.layer import TssaMixer
+from tost_lm.mixers.tssa.naive import TssaState, tssa
 from tost_lm.model.block import Block, LayerNorm, LayerScale
 from tost_lm.model.config import ModelConfig
 from tost_lm.ops.initialization import INITIAL_STD
@@ -79,6 +80,16 @@ class StochasticDepth(LayerScale):
             return x_BTC
         kept = 1 - self.rate
         return x_BTC * (x_BTC.new_empty(len(x_BTC), 1, 1).bernoulli_(kept) / kept)
+
+
+class BidirectionalTssa(TssaMixer):
+    """Bidirectional TSSA (arXiv 2412.17810)."""
+
+    def forward(self, x_BTC: Tensor, state: TssaState | None, info: SequenceInfo) -> tuple[Tensor, None]:
+        w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
+        with torch.autocast(x_BTC.device.type, enabled=False):
+            y_BTHD = tssa(w_BTHD, self.temp)  # an image has few tokens
+        return self.out_proj(y_BTHD.flatten(-2)), None
 
 
 class ClassAttention(SoftmaxMixer):

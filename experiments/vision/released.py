@@ -1,4 +1,4 @@
-"""Checkpoints of the released vision code (arXiv 2412.17810), read and written; loading of image classifiers.
+"""Checkpoints of the released vision code (arXiv 2412.17810), read and written.
 
 A file is a dictionary with the weights in `model`, or the weights alone. `module.` is before the names in a run on
 several GPUs. No settings are stored: the sizes follow from the weights.
@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tost_lm.checkpointing.format import MODEL, StoredTensors, is_classifier, read_object
-from tost_lm.checkpointing.run_folder import find_checkpoint
+from experiments.vision.classifier import TostVision
+from experiments.vision.settings import VISION_PRESETS, VisionConfig
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError
-from tost_lm.extra.vision.classifier import TostVision
-from tost_lm.extra.vision.settings import VISION_PRESETS, VisionConfig
 from tost_lm.interop.gpt2 import check_weights
 from tost_lm.interop.torch_file import read_torch_file
 
@@ -39,54 +37,36 @@ PARALLEL = "module."
 CLASS_TOKEN, TEMP, HEAD = "cls_token", "blocks.0.attn.temp", "head.weight"
 """Weights whose shapes are the sizes of a model."""
 
-VisionWeights = tuple[VisionConfig, dict[str, Tensor]]
-"""Settings, and weights and batch-norm statistics by our names."""
-
 
 def load_vision(path: str | Path, device: str = "cpu") -> TostVision:
-    """Load an image classifier in evaluation mode. Nothing in a file is run.
-
-    Args:
-        path: a run folder (its newest valid checkpoint), a step folder, a model folder, or a checkpoint of the released
-            vision code.
+    """The image classifier of a checkpoint of the released vision code, in evaluation mode. Nothing in a file is run.
 
     Raises:
-        CheckpointError: no such model, or a file is damaged.
+        CheckpointError: the file is damaged or not such a checkpoint.
+        ConfigError: its sizes are inconsistent.
     """
-    source = Path(path)
-    config, weights = read_released(source) if source.is_file() else _read_folder(source)
+    config, weights = read_released(Path(path))
     with torch.device("meta"):
         model = TostVision(config)
     model.to_empty(device="cpu").load_state_dict(weights)
     return model.to(device).eval()
 
 
-def read_released(path: Path) -> VisionWeights:
-    """The model in a checkpoint of the released vision code.
-
-    Raises:
-        CheckpointError: it is damaged or not such a checkpoint.
-        ConfigError: its sizes are inconsistent.
-    """
-    found = released_weights(read_torch_file(path))
-    if found is None:
+def read_released(path: Path) -> tuple[VisionConfig, dict[str, Tensor]]:
+    """Settings, and weights and batch-norm statistics by our names. Raises as `load_vision`."""
+    stored = read_torch_file(path)
+    weights = stored.get("model", stored) if isinstance(stored, dict) else None
+    if isinstance(weights, dict):
+        weights = {str(name).removeprefix(PARALLEL): weight for name, weight in weights.items()}
+    if not isinstance(weights, dict) or CLASS_TOKEN not in weights:
         raise CheckpointError(
             f"{path}: not a checkpoint of the released vision code: it has no weight {CLASS_TOKEN}; give one of these"
         )
-    return from_released(path, found)
+    return from_released(path, weights)
 
 
-def released_weights(stored: Any) -> dict[str, Any] | None:
-    """The weights in the content of a file, by their names; None if they are not of the vision code."""
-    weights = stored.get("model", stored) if isinstance(stored, dict) else None
-    if not isinstance(weights, dict):
-        return None
-    found = {str(name).removeprefix(PARALLEL): weight for name, weight in weights.items()}
-    return found if CLASS_TOKEN in found else None
-
-
-def from_released(path: Path, found: Mapping[str, Any]) -> VisionWeights:
-    """The model of weights by their names; `path` is named in messages. Raises as `read_released`."""
+def from_released(path: Path, found: Mapping[str, Any]) -> tuple[VisionConfig, dict[str, Tensor]]:
+    """The model of weights by their names; `path` is named in messages. Raises as `load_vision`."""
     config = _config(path, found)
     with torch.device("meta"):
         ours = TostVision(config).state_dict()
@@ -99,7 +79,8 @@ def from_released(path: Path, found: Mapping[str, Any]) -> VisionWeights:
 
 
 def to_released(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The content of a checkpoint that the released vision code evaluates or fine-tunes; `weights` by our names."""
+    """What `torch.save` writes to a file that the released vision code evaluates or fine-tunes; `weights`: a
+    `state_dict`."""
     return {"model": {released_name(name): _released_shape(name, weights[name]) for name in weights}}
 
 
@@ -137,11 +118,3 @@ def _config(path: Path, found: Mapping[str, Any]) -> VisionConfig:
     convolutions = sum(bool(re.fullmatch(r"patch_embed\.proj\.\d+\.0\.weight", name)) for name in found)
     tree |= {"classes": found[HEAD].shape[0], "patch_size": 2**convolutions}
     return validate(VisionConfig, tree, str(path))
-
-
-def _read_folder(source: Path) -> VisionWeights:
-    folder = find_checkpoint(source)
-    if not is_classifier(folder):
-        raise CheckpointError(f"{folder}: a language model, not an image classifier; give the folder of a classifier")
-    path = folder / MODEL
-    return validate(VisionConfig, read_object(path), where=str(path)), dict(StoredTensors(folder, "model"))

@@ -1,6 +1,6 @@
 """The image classifier: published sizes, initial values, stochastic depth, and messages.
 
-`tests/unit/extra/vision/test_released_vision.py` compares logits and gradients with the released formulas.
+`tests/unit/experiments/test_released_vision.py` compares logits and gradients with the released formulas.
 """
 
 from typing import Any
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.vision.classifier import TostVision
+from experiments.vision.settings import VisionConfig
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.extra.vision.classifier import TostVision
-from tost_lm.extra.vision.settings import VisionConfig
 
 SIZES = {"layers": 3, "heads": 2, "width": 16, "classes": 5}
 

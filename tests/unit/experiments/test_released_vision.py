@@ -11,13 +11,11 @@ import torch
 from released_vision import Weights
 from torch import Tensor
 
-import tost_lm
-from tost_lm.checkpointing.format import StoredTensors, read_model_config, write_checkpoint
+from experiments.vision.classifier import TostVision
+from experiments.vision.released import from_released, load_vision, read_released, released_name, to_released
+from experiments.vision.settings import VisionConfig
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.extra.vision.classifier import TostVision
-from tost_lm.extra.vision.interop import from_released, read_released, released_name, to_released
-from tost_lm.extra.vision.settings import VisionConfig
 from tost_lm.testing import assert_as_accurate, assert_close
 
 pytestmark = pytest.mark.quick
@@ -102,16 +100,10 @@ def test_a_checkpoint_becomes_a_model_and_a_checkpoint_again_bit_for_bit(tmp_pat
         for name, weight in weights.items():
             assert torch.equal(back[name], weight), name
             assert back[name].dtype == weight.dtype
-    write_checkpoint(tmp_path / "ours", config, ours, None)
+    model = load_vision(path)
+    assert not model.training
     with torch.no_grad():
-        expected = released_vision.logits(weights, images(torch.float32))
-        for source in (path, tmp_path / "ours"):
-            model = tost_lm.load_vision(source)
-            assert not model.training
-            assert_close(model(images(torch.float32)), expected, 1e-5)
-    assert tost_lm.load_vision(tmp_path / "ours").config == config
-    stored = dict(StoredTensors(tmp_path / "ours", "model"))
-    assert all(torch.equal(stored[name], weight) for name, weight in ours.items())
+        assert_close(model(images(torch.float32)), released_vision.logits(weights, images(torch.float32)), 1e-5)
 
 
 def test_sizes_of_a_released_model_are_its_preset(tmp_path: Path):
@@ -141,21 +133,12 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: dict[str, Any
     assert "\n" not in str(error.value)
 
 
-def test_damaged_files_and_other_models_are_refused(tmp_path: Path):
+def test_damaged_and_other_files_are_refused(tmp_path: Path):
     path = tmp_path / "theirs.pth"
     torch.save(their_weights(), path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"theirs\.pth: damaged, or not a file of torch\.save; copy it again"):
-        tost_lm.load_vision(path)
+        load_vision(path)
     torch.save([1, 2], path)
     with pytest.raises(CheckpointError, match="it has no weight cls_token"):
-        tost_lm.load_vision(path)
-    config, ours = from_released(path, their_weights())
-    write_checkpoint(tmp_path / "vision", config, ours, None)
-    with pytest.raises(CheckpointError, match="vision: a classifier, not a language model; give the folder of a lang"):
-        tost_lm.load(tmp_path / "vision")
-    language = validate(type(config.blocks), {"layers": 1, "heads": 1, "width": 2}, "test")
-    write_checkpoint(tmp_path / "language", language, {"weight": torch.ones(1)}, None)
-    assert read_model_config(tmp_path / "language") == language
-    with pytest.raises(CheckpointError, match="language: a language model, not an image classifier; give the folder o"):
-        tost_lm.load_vision(tmp_path / "language")
+        load_vision(path)

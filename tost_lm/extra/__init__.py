@@ -1,1 +1,0 @@
-"""Models that are no language models: the released image classifiers."""

@@ -1,1 +1,0 @@
-"""Image classifiers of the Token Statistics Transformer: weights, fine-tuning and analysis."""
