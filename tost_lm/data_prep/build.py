@@ -54,6 +54,10 @@ JOURNAL = "journal.json"
 BAD_ROWS_KEPT = 100
 
 
+class BusyError(DataError):
+    """Another process builds the folder."""
+
+
 class Journal:
     """The position to resume from, and the counts of rows so far."""
 
@@ -338,7 +342,7 @@ def _locked(folder: Path) -> Iterator[None]:
         except OSError:
             alone = True  # a file system without locks
         if not alone:
-            raise DataError(f"shards.folder {folder}: another process is building it; wait for that process or stop it")
+            raise BusyError(f"shards.folder {folder}: another process is building it; wait for that process or stop it")
         yield
         path.unlink()
 
