@@ -2,9 +2,14 @@
 
 import gzip
 import json
+import signal
+import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forked import Forked
 from hf_tokenizers import EOT, byte_level
 from programs import interrupt, refusal, run, snapshot, write_corpus
 from shared_data import GPT2_BPE, needs_shared
@@ -69,6 +74,38 @@ def test_build_interrupt_resume_reuse_and_rebuild(config, tmp_path):
     assert f"{damaged}: damaged between bytes {(size - 1) >> 20 << 20:,} and {size:,}" in refused
     assert f"building {shards}: {damaged}: damaged" in run("tost prepare shards", config, cwd=tmp_path)
     assert snapshot(out) == before
+
+
+def test_partitions_of_killed_processes_and_a_slurm_array_are_merged_to_the_same_bytes(config, tmp_path):
+    write_corpus(tmp_path / "corpus.jsonl", documents=1500, words=300)
+    lines = (tmp_path / "corpus.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "corpus").mkdir()
+    for number, (first, end) in enumerate(pairwise([0, 100, 600, 700, 1500])):
+        (tmp_path / f"corpus/{number}.jsonl").write_text("".join(lines[first:end]))
+    words = (config, f"corpus.source={tmp_path}/corpus", "shards.shard_tokens=50000")
+    run("tost prepare tokenizer", *words, cwd=tmp_path)
+    run("tost prepare shards", *words, f"shards.folder={tmp_path}/whole", cwd=tmp_path)
+
+    parts = tmp_path / "out/shards.partitions"
+    array: dict[str, Any] = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "3"}
+    killed = Forked("tost prepare shards", *words, "shards.partition=2/3", cwd=tmp_path)
+    while not (parts / ".2-of-3.building/journal.json").exists():
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.finish()
+    tasks = [
+        Forked("tost prepare shards", *words, cwd=tmp_path, SLURM_ARRAY_TASK_ID=str(task), **array) for task in (1, 2)
+    ]
+    assert [task.finish()[0] for task in tasks] == [0, 0]
+    assert "partitions are missing: 2/3; build" in refusal("tost prepare merge", *words, cwd=tmp_path)
+    resumed = run("tost prepare shards", *words, cwd=tmp_path, SLURM_ARRAY_TASK_ID="3", **array)
+    assert "resuming after " in resumed
+    changed = ("tokenizer.vocab_size=none", "corpus.min_characters=9")
+    other = refusal("tost prepare merge", *words, *changed, cwd=tmp_path)
+    assert "0-of-3: corpus.min_characters was 1; build it again with tost prepare shards" in other
+    run("tost prepare merge", *words, cwd=tmp_path)
+    assert snapshot(tmp_path / "out/shards") == snapshot(tmp_path / "whole")
+    assert run("tost prepare merge", *words, cwd=tmp_path).startswith("reusing ")
 
 
 def test_other_shards_are_only_replaced_on_request(config, tmp_path):

@@ -24,6 +24,7 @@ COMMANDS = [*(f"tost {command}" for command in MODULES if command not in OWN_ARG
 PATHS = {
     "tost prepare tokenizer": ["configs/data/embedded.toml"],
     "tost prepare shards": ["configs/data/embedded.toml"],
+    "tost prepare merge": ["configs/data/embedded.toml"],
     "tost prepare passages": ["configs/data/passages.toml"],
     "tost plan": ["configs/pretrain/demo.toml"],
     "tost preflight": ["configs/pretrain/demo.toml"],

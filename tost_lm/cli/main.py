@@ -15,6 +15,7 @@ COMMANDS = {
         "prepare tokenizer": "tost_lm.data_prep.commands.tokenizer",
         "prepare passages": "tost_lm.data_prep.commands.passages",
         "prepare shards": "tost_lm.data_prep.commands.shards",
+        "prepare merge": "tost_lm.data_prep.commands.merge",
         "prepare inspect": "tost_lm.data_prep.commands.inspect",
     },
     "Training": {

@@ -95,6 +95,12 @@ class ShardsConfig(Section):
     """A shard ends with the document that brings it to this many tokens."""
     workers: int | None = Field(default=None, gt=0)
     """Number of tokenizing processes; unset: all cores. The result does not depend on it."""
+    partition: str | None = Field(default=None, pattern=r"^[0-9]+/[1-9][0-9]*$")
+    """`i/n`: tokenize only files of partition i of n, from 0; `tost prepare merge` joins them to the same shards. Unset: the task of a Slurm array (`sbatch --array=0-N`), else the whole corpus."""
+    engine: Literal["local", "ray"] = "local"
+    """`ray`: build all partitions as tasks of Ray, in the cluster of RAY_ADDRESS or on this computer, and merge them. A task has `workers` CPUs, by default 1."""
+    partitions: int = Field(default=64, gt=0)
+    """Engine ray: number of partitions."""
     hash_tokens: bool = False
     """Linked token files: hash all tokens, which reads the files once; otherwise only the first 1 MiB of each shard."""
     rebuild: bool = False
@@ -106,6 +112,15 @@ class ShardsConfig(Section):
         if not folder.name:
             raise ValueError(f"shards.folder {folder}: not a folder that can be replaced; add a name")
         return folder
+
+    @field_validator("partition")
+    @classmethod
+    def _check_partition(cls, partition: str | None) -> str | None:
+        if partition:
+            number, count = map(int, partition.split("/"))
+            if number >= count:
+                raise ValueError(f"shards.partition {partition}: set it to 0/{count} to {count - 1}/{count}")
+        return partition
 
 
 class PassagesConfig(Section):

@@ -238,8 +238,8 @@ def read_lengths(path: Path, entry: dict[str, Any]) -> "np.ndarray":
 
 
 FRESH: dict[str, Any] = {"closed": [], "open": None}
-LENGTHS = "lengths"
-"""Ending of the file with the document lengths of an open shard, int32."""
+LENGTHS, TEXT_BYTES = "lengths", "text_bytes"
+"""Endings of the files with the tokens (int32) and bytes of text (int64) of each document, until they are needless."""
 
 
 class SplitWriter:
@@ -260,7 +260,11 @@ class SplitWriter:
         self._files: dict[str, IO[bytes]] = {}
         if shard := committed["open"]:
             self._open = dict(shard)
-            extents = {"bin": shard["tokens"] * self._dtype.itemsize, LENGTHS: shard["documents"] * 4}
+            extents = {
+                "bin": shard["tokens"] * self._dtype.itemsize,
+                LENGTHS: shard["documents"] * 4,
+                TEXT_BYTES: shard["documents"] * 8,
+            }
             for ending, extent in extents.items():
                 path = self._path(shard["name"], ending)
                 if not path.is_file() or path.stat().st_size < extent:
@@ -277,6 +281,7 @@ class SplitWriter:
             count = min(int(np.searchsorted(ends, room)) + 1, len(lengths))  # up to the document that fills the shard
             self._files["bin"].write(tokens[: ends[count - 1]].astype(self._dtype, copy=False).tobytes())
             self._files[LENGTHS].write(lengths[:count].astype(np.int32).tobytes())
+            self._files[TEXT_BYTES].write(text_bytes[:count].astype(np.int64).tobytes())
             shard["documents"] += count
             shard["tokens"] += int(ends[count - 1])
             shard["bytes"] += int(text_bytes[:count].sum())
@@ -309,7 +314,7 @@ class SplitWriter:
 
     def _begin_shard(self) -> dict[str, Any]:
         name = f"{self._split}_{len(self.closed):05d}"
-        self._files = {ending: self._path(name, ending).open("wb") for ending in ("bin", LENGTHS)}
+        self._files = {ending: self._path(name, ending).open("wb") for ending in ("bin", LENGTHS, TEXT_BYTES)}
         self._open = {"name": name, "documents": 0, "tokens": 0, "bytes": 0}
         return self._open
 

@@ -13,6 +13,7 @@ from tost_lm.data.shard_format import (
     BAD_ROWS,
     HASH_BLOCK_BYTES,
     SPLITS,
+    TEXT_BYTES,
     file_sizes,
     read_lengths,
     read_manifest,
@@ -60,7 +61,9 @@ class Shards:
         """
         for split in splits or SPLITS:
             for entry in self.entries(split):
-                self._lengths(entry)
+                self.document_lengths(entry)
+                if "partition" in self.manifest["settings"]:
+                    self.text_bytes(entry)
             for shard in self.token_arrays(split):
                 shard.verify()
         self._check_tokenizer()
@@ -75,9 +78,11 @@ class Shards:
 
     def token_arrays(self, split: str) -> "list[TokenShard]":
         """The tokens of each shard [tokens], of the manifest's dtype."""
-        return [
-            TokenShard(self.folder, entry, self.manifest["dtype"], self.vocab_size) for entry in self.entries(split)
-        ]
+        return [self.tokens(entry) for entry in self.entries(split)]
+
+    def tokens(self, entry: dict[str, Any]) -> "TokenShard":
+        """The tokens of a shard [tokens], of the manifest's dtype."""
+        return TokenShard(self.folder, entry, self.manifest["dtype"], self.vocab_size)
 
     def lengths(self, split: str) -> "list[np.ndarray]":
         """Tokens of each document of each shard, including its end-of-text id, int32 [documents].
@@ -85,7 +90,16 @@ class Shards:
         Raises:
             DataError: a damaged .idx file.
         """
-        return [self._lengths(entry) for entry in self.entries(split)]
+        return [self.document_lengths(entry) for entry in self.entries(split)]
+
+    def text_bytes(self, entry: dict[str, Any]) -> "np.ndarray":
+        """Bytes of text of each document of a shard of a partition, int64 [documents]. Raises DataError if damaged."""
+        path = self.folder / f"{entry['name']}.{TEXT_BYTES}"
+        _check_size(path, entry["documents"] * 8)
+        sizes = np.fromfile(path, np.int64)
+        if sizes.min() < 0 or sizes.sum() != entry["bytes"]:
+            raise DataError(f"{path}: damaged, its sum differs from the manifest; {AGAIN}")
+        return sizes
 
     def documents(self, split: str, first: int = 0) -> "Iterator[np.ndarray]":
         """The tokens [n] of each document from number `first`, without the end-of-text id.
@@ -94,7 +108,7 @@ class Shards:
             DataError: a damaged .idx file, or as `TokenShard`.
         """
         for entry, tokens in zip(self.entries(split), self.token_arrays(split), strict=True):
-            lengths = self._lengths(entry)
+            lengths = self.document_lengths(entry)
             ends = np.cumsum(lengths, dtype=np.int64)
             for number in range(first, entry["documents"]):
                 document = tokens[ends[number] - lengths[number] : ends[number]]
@@ -111,7 +125,8 @@ class Shards:
         path = self.folder / BAD_ROWS
         return [json.loads(line) for line in regular_file(path).read_text().splitlines()] if path.is_file() else []
 
-    def _lengths(self, entry: dict[str, Any]) -> "np.ndarray":
+    def document_lengths(self, entry: dict[str, Any]) -> "np.ndarray":
+        """As `lengths`, of one shard, int32 [documents]."""
         return read_lengths(self.folder / f"{entry['name']}.idx", entry)
 
     def _check_tokenizer(self) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -103,8 +103,9 @@ class Encoded(NamedTuple):
     """A tokenized block."""
 
     splits: dict[str, Built]
-    documents: int
-    bad: list[BadRow]
+    rows: dict[str, int]
+    """As in the manifest."""
+    bad: Sequence[BadRow]
 
 
 def encoded_blocks(
@@ -154,7 +155,8 @@ class _Encoder:
             for split, found in documents_of.items()
             if found
         }
-        return Encoded(splits, documents, bad)
+        rows = {"read": block.rows, "bad": len(bad), "left_out": block.rows - documents - len(bad)}
+        return Encoded(splits, rows, bad)
 
     def _check_lossless(self, document: Document, ids: "np.ndarray") -> None:
         if loss := first_loss(document.text, self._tokenizer.decode(ids.tolist())):

@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,16 +24,19 @@ from tost_lm.data.shard_format import (
     LENGTHS,
     MANIFEST,
     SPLITS,
+    TEXT_BYTES,
     Manifest,
     SplitWriter,
     dtype_for,
     read_manifest,
 )
+from tost_lm.data.shards import Shards
 from tost_lm.data.sources import Block, Position, Splitter, count_rows, fingerprint, read_blocks, token_files
 from tost_lm.data.sources.blocks import corpus_changed, too_many_bad
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer
 from tost_lm.data.workers import Encoded, available_cores, encoded_blocks
 from tost_lm.data_prep.linked import link_tokens
+from tost_lm.data_prep.partitions import Joined, joined, partition_of
 from tost_lm.errors import DataError
 from tost_lm.files import (
     backup_folder,
@@ -51,6 +54,10 @@ JOURNAL = "journal.json"
 BAD_ROWS_KEPT = 100
 
 
+class BusyError(DataError):
+    """Another process builds the folder."""
+
+
 class Journal:
     """The position to resume from, and the counts of rows so far."""
 
@@ -65,7 +72,8 @@ class Journal:
         self.rows = {"read": 0, "bad": 0, "left_out": 0}
         self.splits: dict[str, Any] = dict.fromkeys(SPLITS, FRESH)
         """The last commit of each split's writer."""
-        self._bad: list[list[Any]] = []
+        self.bad: list[dict[str, str]] = []
+        """The sample of bad rows, in the order of the corpus."""
 
     @classmethod
     def read(cls, folder: Path, identity: dict[str, Any]) -> "Journal | None":
@@ -75,25 +83,20 @@ class Journal:
             if content["identity"] == identity:
                 journal = cls(folder, identity)
                 journal.corpus_rows, journal.position = content["corpus_rows"], Position(*content["position"])
-                journal.rows, journal.splits, journal._bad = content["rows"], content["splits"], content["bad"]
+                journal.rows, journal.splits, journal.bad = content["rows"], content["splits"], content["bad"]
                 return journal
         return None
 
-    def count(self, block: Block, encoded: Encoded) -> None:
+    def count(self, block: Block | Joined, encoded: Encoded) -> None:
         """Add the rows of a block to the counts, and its bad rows to the sample."""
         self.position = block.end
-        self.rows["read"] += block.rows
-        self.rows["bad"] += len(encoded.bad)
-        self.rows["left_out"] += block.rows - encoded.documents - len(encoded.bad)
-        if encoded.bad:
+        self.rows = {what: number + encoded.rows.get(what, 0) for what, number in self.rows.items()}
+        self.bad += [{"where": row.where, "reason": row.reason} for row in encoded.bad]
+        if len(self.bad) > BAD_ROWS_KEPT:
             # The rows with the smallest hashes are a uniform sample of any number of rows.
-            hashed = [[xxhash.xxh3_64_hexdigest(str(row.row).encode()), *row] for row in encoded.bad]
-            self._bad = sorted([*self._bad, *hashed])[:BAD_ROWS_KEPT]
-
-    def bad_rows(self) -> list[dict[str, Any]]:
-        """The sample of bad rows, in the order of the corpus."""
-        ordered = sorted(self._bad, key=lambda bad: bad[1])
-        return [{"where": where, "reason": reason} for _, _, where, reason in ordered]
+            hashes = [xxhash.xxh3_64_intdigest(row["where"].encode()) for row in self.bad]
+            kept = sorted(range(len(hashes)), key=hashes.__getitem__)[:BAD_ROWS_KEPT]
+            self.bad = [self.bad[number] for number in sorted(kept)]
 
     def commit(self, writers: dict[str, SplitWriter]) -> None:
         """Flush the shards to disk, then record their sizes."""
@@ -104,7 +107,7 @@ class Journal:
             "position": self.position,
             "rows": self.rows,
             "splits": self.splits,
-            "bad": self._bad,
+            "bad": self.bad,
         }
         write_atomically(self._path, json.dumps(content))
 
@@ -123,12 +126,16 @@ class BuildProgress(NamedTuple):
 
 
 def build_shards(
-    config: DataPrepConfig, tokenizer: Tokenizer, report: Callable[[BuildProgress], None] = lambda _: None
+    config: DataPrepConfig,
+    tokenizer: Tokenizer,
+    report: Callable[[BuildProgress], None] = lambda _: None,
+    partitions: Sequence[Shards] = (),
 ) -> dict[str, Any]:
     """Tokenize a corpus into `config.shards.folder`, replacing existing shards, and return the manifest.
 
     A document is stored as its tokens and the end-of-text id; token files of Megatron are linked. An unfinished build
-    of the same corpus, settings and tokenizer is resumed. `report` is called at the start and after each block.
+    of the same corpus, settings and tokenizer is resumed. `report` is called at the start and after each block. With
+    the shards of all `partitions`, it joins these in place of reading the corpus.
 
     Raises:
         DataError: the corpus cannot be read, has more bad rows than allowed or leaves a split empty; the folder cannot
@@ -142,10 +149,13 @@ def build_shards(
         with _locked(folder):
             temp.mkdir(exist_ok=True)
             if not _finished(temp, wanted):
-                make = _link if token_files(config.corpus.source) else _build
-                make(config, tokenizer, temp, wanted, report)
+                if token_files(config.corpus.source):
+                    _link(config, tokenizer, temp, wanted)
+                else:
+                    _build(config, tokenizer, temp, wanted, report, partitions)
             manifest = read_manifest(temp)
-            _remove(temp, f"*.{LENGTHS}", JOURNAL, ".*.tmp")  # .tmp: from killed writes
+            needless = [] if config.shards.partition else [f"*.{TEXT_BYTES}"]
+            _remove(temp, f"*.{LENGTHS}", *needless, JOURNAL, ".*.tmp")  # .tmp: from killed writes
             publish_folder(temp, folder)
     except BrokenPipeError:
         raise  # from `report`
@@ -160,6 +170,9 @@ def build_shards(
 def identity(config: DataPrepConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Everything that determines the tokens of a shard folder, as recorded in the manifest."""
     without_effect = {"source", "max_bad_fraction", "hub_streaming"}
+    optional = {"partition": config.shards.partition}
+    if token_files(config.corpus.source):
+        optional = {"hash_tokens": config.shards.hash_tokens}
     return {
         "format": FORMAT,
         "tool_version": VERSION,
@@ -167,7 +180,7 @@ def identity(config: DataPrepConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "settings": {
             **config.corpus.model_dump(mode="json", exclude=without_effect),
             "shard_tokens": config.shards.shard_tokens,
-            **({"hash_tokens": config.shards.hash_tokens} if token_files(config.corpus.source) else {}),
+            **{name: value for name, value in optional.items() if value is not None},
         },
         "tokenizer": {"sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot},
         "dtype": dtype_for(tokenizer.vocab_size),
@@ -198,12 +211,14 @@ def _build(
     temp: Path,
     wanted: dict[str, Any],
     report: Callable[[BuildProgress], None],
+    partitions: Sequence[Shards],
 ) -> None:
     """Read, tokenize and write up to the manifest; resumes from the journal of an earlier build."""
-    journal = Journal.read(temp, wanted)
+    recorded = {**wanted, "partitions": len(partitions)}  # a position in the corpus is none in its partitions
+    journal = Journal.read(temp, recorded)
     if journal is None:
         _remove(temp, "*")
-        journal = Journal(temp, wanted)
+        journal = Journal(temp, recorded)
     write_atomically(temp / tokenizer.file_name, tokenizer.model_bytes)
     if config.corpus.split == "nanogpt" and journal.corpus_rows is None:
         journal.corpus_rows = count_rows(config.corpus)
@@ -220,15 +235,18 @@ def _build(
     report(progress(0.0 if journal.position is None else None))
     committed = time.monotonic()
     try:
-        with closing(
-            encoded_blocks(
-                read_blocks(config.corpus, journal.position),
+        read = (
+            joined(partitions, journal.position)
+            if partitions
+            else encoded_blocks(
+                read_blocks(config.corpus, journal.position, partition=partition_of(config) or (0, 1)),
                 config.corpus,
                 temp / tokenizer.file_name,
                 splitter,
                 config.shards.workers or available_cores(),
             )
-        ) as pairs:
+        )
+        with closing(read) as pairs:
             for block, encoded in pairs:
                 for split, built in encoded.splits.items():
                     writers[split].add(*built)
@@ -238,7 +256,7 @@ def _build(
                 if time.monotonic() - committed > COMMIT_SECONDS:
                     journal.commit(writers)
                     committed = time.monotonic()
-        _check_bad_rows(config, journal, temp, 0)
+        _check_bad_rows(config, journal, temp, EARLY_BAD_ROWS if config.shards.partition else 0)
         if journal.corpus_rows not in (None, journal.rows["read"]):
             raise DataError(
                 f"corpus.source {config.corpus.source}: has {journal.rows['read']} rows, but corpus.split nanogpt "
@@ -251,8 +269,8 @@ def _build(
     finally:
         for writer in writers.values():
             writer.abandon()
-    if bad := journal.bad_rows():
-        write_rows(temp / BAD_ROWS, bad)
+    if journal.bad:
+        write_rows(temp / BAD_ROWS, journal.bad)
     _finish(config, temp, {**wanted, "rows": journal.rows, "splits": splits})
 
 
@@ -261,7 +279,6 @@ def _link(
     tokenizer: Tokenizer,
     temp: Path,
     wanted: dict[str, Any],
-    report: Callable[[BuildProgress], None],
 ) -> None:
     """Link token files instead."""
     _remove(temp, "*")
@@ -271,7 +288,8 @@ def _link(
 
 def _finish(config: DataPrepConfig, temp: Path, content: dict[str, Any]) -> None:
     """Check the splits and write the manifest."""
-    _check_splits(config, content["splits"])
+    if not config.shards.partition:
+        _check_splits(config, content["splits"])
     manifest = Manifest.model_validate_json(json.dumps({**content, "source": config.corpus.source}))
     write_atomically(temp / MANIFEST, manifest_bytes(manifest.model_dump(exclude_unset=True)))
 
@@ -281,9 +299,9 @@ def _check_bad_rows(config: DataPrepConfig, journal: Journal, temp: Path, more: 
     bad, read, fraction = journal.rows["bad"], journal.rows["read"], config.corpus.max_bad_fraction
     if bad <= fraction * read + (more if fraction else 0):
         return
-    rows = journal.bad_rows()
-    write_rows(temp / BAD_ROWS, rows)
-    raise too_many_bad(rows[0]["where"], rows[0]["reason"], bad, read, f" (sample: {temp / BAD_ROWS})")
+    write_rows(temp / BAD_ROWS, journal.bad)
+    first = journal.bad[0]
+    raise too_many_bad(first["where"], first["reason"], bad, read, f" (sample: {temp / BAD_ROWS})")
 
 
 def _check_splits(config: DataPrepConfig, splits: dict[str, Any]) -> None:
@@ -324,7 +342,7 @@ def _locked(folder: Path) -> Iterator[None]:
         except OSError:
             alone = True  # a file system without locks
         if not alone:
-            raise DataError(f"shards.folder {folder}: another process is building it; wait for that process or stop it")
+            raise BusyError(f"shards.folder {folder}: another process is building it; wait for that process or stop it")
         yield
         path.unlink()
 
@@ -338,7 +356,8 @@ def _check_replaceable(folder: Path) -> None:
     foreign = [
         path.name
         for path in (folder.iterdir() if folder.exists() else [])
-        if path.name not in own and not (path.stem.partition("_")[0] in SPLITS and path.suffix in (".bin", ".idx"))
+        if path.name not in own
+        and not (path.stem.partition("_")[0] in SPLITS and path.suffix in (".bin", ".idx", f".{TEXT_BYTES}"))
     ]
     if foreign:
         raise DataError(

@@ -11,8 +11,10 @@ import math
 import os
 import sysconfig
 import tokenize
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -57,15 +59,27 @@ DOCUMENT_SETTINGS = (
 )  # fmt: skip
 
 
-def read_blocks(corpus: CorpusConfig, start: Position | None = None, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+def read_blocks(
+    corpus: CorpusConfig,
+    start: Position | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    partition: tuple[int, int] = (0, 1),
+) -> Iterator[Block]:
     """Blocks of about `block_bytes`, from the beginning or from the end of an earlier block. Deterministic.
+
+    Of partition i of n, it reads only the files whose middle is in the i-th of n equal ranges of the corpus' bytes.
 
     Raises:
         DataError: the source is missing, holds no rows, or a file cannot be read; raised while iterating.
     """
     sources = _sources(corpus)
-    first, offset, row, line = start or Position(0, 0, 0, 0)
-    before, total = (sum(source.size or 0 for source in some) for some in (sources[:first], sources))
+    number, count = partition
+    ends = list(accumulate(source.size or 0 for source in sources))
+    middles = [2 * end - (source.size or 0) for end, source in zip(ends, sources, strict=True)]
+    begin, stop = (bisect_left(middles, 2 * ends[-1] * edge / count) for edge in (number, number + 1))
+    sources = sources[: stop if number + 1 < count else None]
+    first, offset, row, line = start or Position(begin, 0, 0, 0)
+    before, total = (sum(source.size or 0 for source in some) for some in (sources[begin:first], sources[begin:]))
     known = all(source.size is not None for source in sources)
     for file, source in enumerate(sources[first:], start=first):
         blocks = _read(source, offset, block_bytes)
@@ -83,7 +97,7 @@ def read_blocks(corpus: CorpusConfig, start: Position | None = None, block_bytes
             )
             block = following
         offset, line, before = 0, 0, before + (source.size or 0)
-    if not row:
+    if not row and count == 1:
         raise DataError(f"corpus.source {corpus.source}: no rows; set it to files with documents")
 
 

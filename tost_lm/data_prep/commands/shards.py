@@ -11,106 +11,30 @@ shards.rebuild=true. Train a SentencePiece tokenizer first, with
 tokenizer.path is a tokenizer.json, and tokenizer.eot_token is the token that ends a document. Files of a source folder
 with an unsupported ending are counted and left out.
 
+With shards.partition=i/n, or in a Slurm array, only some files are tokenized; `tost prepare merge` joins the results.
+With shards.engine=ray, the partitions are built on the nodes of a Ray cluster and joined.
+
 Token files of Megatron, corpus.source=PREFIX of PREFIX.bin and PREFIX.idx or a glob that ends in .idx, are linked and
 not copied.
 """
 
-import time
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.config import run_program
-from tost_lm.data.settings import DataPrepConfig, ShardsConfig
-from tost_lm.data.shard_format import SPLITS, read_manifest
-from tost_lm.data.shards import Shards
-from tost_lm.data.sources import left_out_files
-from tost_lm.data.tokenizers import Tokenizer, make_tokenizer
-from tost_lm.data_prep.build import BuildProgress, build_shards, building_folder, identity, recover_folder
-from tost_lm.errors import DataError
-from tost_lm.progress import Progress
-
-
-class Report:
-    """Prints the progress of a build, and where it resumes."""
-
-    def __init__(self, bar: Progress) -> None:
-        self._bar = bar
-        self._first: BuildProgress | None = None
-        self._started = time.monotonic()
-
-    def __call__(self, now: BuildProgress) -> None:
-        if self._first is None:
-            self._first, self._started = now, time.monotonic()
-            if now.documents:
-                print(f"resuming after {now.documents:,} documents, {now.tokens:,} tokens", flush=True)
-        rate = (now.tokens - self._first.tokens) / max(time.monotonic() - self._started, 1e-3)
-        total = round(now.bytes / now.fraction_read) if now.fraction_read else None
-        self._bar(now.bytes, total, f"{rate:,.0f} tokens/s, {now.documents:,} documents")
+from tost_lm.data.settings import DataPrepConfig
+from tost_lm.data_prep.making import make_shards
+from tost_lm.data_prep.on_ray import partitions_on_ray
+from tost_lm.data_prep.partitions import in_partition, with_partition
 
 
 def main(_: Path | None, config: DataPrepConfig) -> None:
     """Reuse or build the shards."""
-    tokenizer = make_tokenizer(config)
-    folder = config.shards.folder
-    recover_folder(folder)
-    if left_out := left_out_files(config.corpus.source):
-        print(left_out)
-    changed = difference(config, tokenizer)
-    if changed and not config.shards.rebuild:
-        raise DataError(
-            f"shards.folder {folder}: has other shards: {changed}; give another folder, or set shards.rebuild=true to "
-            "replace them, which runs that used them refuse"
-        )
-    reason = changed or build_reason(folder)
-    if reason is None:
-        print(f"reusing {folder}: same settings, corpus and tokenizer, all hashes match")
-        return
-    print(f"building {folder}: {reason}", flush=True)
-    start = time.monotonic()
-    with Progress("tokenizing", "B") as bar:
-        manifest = build_shards(config, tokenizer, Report(bar))
-    for split in SPLITS:
-        entry = manifest["splits"][split]
-        if entry["documents"]:
-            size = entry["bytes"]
-            text = "" if size is None else f", {size:,} bytes, {size / entry['tokens']:.3f} bytes per token"
-            print(f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens{text}")
-    rows = manifest["rows"]
-    if rows["bad"] or rows["left_out"]:
-        print(f"{rows['read']:,} rows read, {rows['left_out']:,} left out by length, {rows['bad']:,} unreadable")
-    print(f"{folder}: {time.monotonic() - start:.1f} s")
-
-
-def difference(config: DataPrepConfig, tokenizer: Tokenizer) -> str | None:
-    """How the shards on disk differ from those of `config`; None: not at all, or there are none."""
-    try:
-        found = read_manifest(config.shards.folder)
-    except DataError:
-        return None
-    wanted = identity(config, tokenizer)
-    for name, value in wanted["settings"].items():
-        if found["settings"].get(name) != value:
-            section = "shards" if name in ShardsConfig.model_fields else "corpus"
-            return f"{section}.{name} was {found['settings'].get(name)}"
-    if found["tokenizer"] != wanted["tokenizer"]:
-        return "the tokenizer changed"
-    if found["source_fingerprint"] != wanted["source_fingerprint"]:
-        same = found["source"] == config.corpus.source
-        return f"the documents of {config.corpus.source} changed" if same else f"corpus.source was {found['source']}"
-    if found["tool_version"] != wanted["tool_version"]:
-        return f"built by version {found['tool_version']}"
-    return None
-
-
-def build_reason(folder: Path) -> str | None:
-    """Why shards must be built where none are different; None if they are there and valid."""
-    if not folder.exists():
-        return "an earlier build was interrupted" if building_folder(folder).exists() else "it does not exist yet"
-    try:
-        Shards.open(folder).verify()
-    except DataError as error:
-        return str(error).partition(";")[0]
-    return None
+    if config.shards.engine == "ray":
+        make_shards(with_partition(config, None), partial(partitions_on_ray, config))
+    else:
+        make_shards(in_partition(config))
 
 
 def run() -> NoReturn:
