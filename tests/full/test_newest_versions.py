@@ -14,9 +14,9 @@ TESTS = {
         "tests/multiprocess/test_watchdog.py", "tests/multiprocess/test_flight_recorder.py",
         "tests/multiprocess/test_zero.py", "tests/multiprocess/test_traffic.py",
     ),
-    "transformers": ("tests/unit/interop/test_public_forms.py", "tests/programs/test_convert.py"),
+    "transformers": ("tests/unit/interop", "tests/programs/test_convert.py"),
 }  # fmt: skip
-"""By the libraries. Of transformers, 5.24 generates with other names of a cache, so `interop.hf` needs 5.23."""
+"""By the libraries."""
 
 
 @pytest.mark.timeout(3600)

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.interop.hf import TostCache, TostConfig, TostForCausalLM, modeling_tost
+from tost_lm.interop.hf.model import CACHE
 from tost_lm.mixers.delta.settings import DeltaSettings
 from tost_lm.mixers.softmax.settings import SoftmaxSettings
 from tost_lm.model import ModelConfig, TostLM
@@ -201,9 +202,9 @@ def test_a_cache_can_be_continued_and_copied(settings: dict[str, Any]):
     expected = generated(model, tokens, mask, use_cache=False)
     again = copy.copy(cache)
     for known in (cache, again):
-        assert torch.equal(generated(model, tokens, mask, past_key_values=known), expected)
+        assert torch.equal(generated(model, tokens, mask, **{CACHE: known}), expected)
     cache.reset()
-    assert torch.equal(generated(model, tokens, mask, past_key_values=cache), expected)
+    assert torch.equal(generated(model, tokens, mask, **{CACHE: cache}), expected)
 
 
 @torch.no_grad()
@@ -352,7 +353,8 @@ for folder in folders:
     for way in ways:
         torch.manual_seed(5)
         rows.append(model.generate(tokens, attention_mask=mask, max_new_tokens=16, eos_token_id=None, **way)[:, 11:])
-    numbers = sum(x[0].numel() for state in wide.past_key_values.states for x in state)
+    cache = wide.get("cache") or wide.past_key_values  # before 5.24
+    numbers = sum(x[0].numel() for state in cache.states for x in state)
     found.append((wide.logits, narrow.logits, wide.loss, rows, numbers))
 torch.save(found, "found.pt")
 """

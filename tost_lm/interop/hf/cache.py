@@ -19,8 +19,8 @@ class TostCache(Cache):
     cache is independent.
     """
 
-    is_compileable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
-    is_croppable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    is_compileable = is_croppable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    is_linear = (False,)  # it counts its tokens  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def __init__(self) -> None:
         super().__init__(layers=[])

@@ -32,6 +32,8 @@ from tost_lm.model.streaming import to_running_dtype
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.initialization import Normal, initial_std, own_values
 
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
+"""The library's name of the cache, another one before 5.24."""
 MODELING = "modeling_tost.py"
 """The file beside this one that a folder contains if it alone computes the model: see `is_self_contained`."""
 AUTO_MAP = {"AutoConfig": "modeling_tost.TostConfig", "AutoModelForCausalLM": "modeling_tost.TostForCausalLM"}
@@ -61,7 +63,7 @@ class TostConfig(PreTrainedConfig):
     """
 
     model_type = "tost"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012, the library's
+    keys_to_ignore_at_inference = [CACHE]  # noqa: RUF012, the library's
     attribute_map = {  # noqa: RUF012, the library's
         "hidden_size": "width",
         "num_hidden_layers": "layers",
@@ -156,6 +158,7 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        cache: TostCache | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
         """Compute logits, loss and cache.
@@ -165,7 +168,7 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             input_ids: [B, T].
             attention_mask: [B, columns of the cache + T], 0 at padding; None: no padding.
-            past_key_values: cache of the tokens before these; updated in place.
+            past_key_values: cache of the tokens before these, also as `cache`; updated in place.
             labels: [B, T], input_ids with −100 where no loss is counted; shifted by one here.
             use_cache: whether to start a cache where none is given; None: `config.use_cache`.
             logits_to_keep: number of last columns with logits, 0: all; or their indices, int64 [K].
@@ -183,7 +186,7 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         for name, value in others.items():
             if value is not None and value is not False:
                 raise ValueError(f"TostForCausalLM does not support {name}: leave it out")
-        cache = past_key_values
+        cache = past_key_values if cache is None else cache
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
             cache = TostCache()
         if cache is not None and not isinstance(cache, TostCache):
@@ -199,7 +202,7 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             x_BKC, head = x_BTC[:, kept], self.model.head
             logits_BKV = self.lm_head(x_BKC) if head.weight is None else linear(x_BKC, head.weight)
-        return CausalLMOutputWithPast(loss=loss, logits=logits_BKV, past_key_values=cache)
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BKV, **dict[str, Any]({CACHE: cache}))
 
     def _read(
         self,
@@ -254,8 +257,8 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
                 f"prompt and new tokens: {max_cache_length - padding + 1} tokens exceed the model's {limit} positions; "
                 "shorten the prompt or lower max_new_tokens"
             )
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = TostCache()
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = TostCache()
         prepare: Any = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         return prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
 

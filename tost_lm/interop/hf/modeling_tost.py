@@ -17,15 +17,15 @@ from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedCon
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-ENERGY_FLOOR = 1e-12
-MASS_FLOOR = 1e-8
+ENERGY_FLOOR, MASS_FLOOR = 1e-12, 1e-8
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"  # before transformers 5.24
 
 
 class TostConfig(PreTrainedConfig):
     """The settings in config.json, which are those of tost_lm under their own names."""
 
     model_type = "tost"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012, the library's
+    keys_to_ignore_at_inference = [CACHE]  # noqa: RUF012, the library's
     attribute_map = {  # noqa: RUF012, the library's
         "hidden_size": "width",
         "num_hidden_layers": "layers",
@@ -60,8 +60,8 @@ class LayerState(NamedTuple):
 class TostCache(Cache):
     """The sums of all layers, whose size does not depend on the number of tokens. Forward replaces them."""
 
-    is_compileable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
-    is_croppable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    is_compileable = is_croppable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    is_linear = (False,)  # it counts its tokens  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -176,8 +176,8 @@ class Block(nn.Module):
         super().__init__()
         self.mixer_norm, self.mlp_norm = LayerNorm(config), LayerNorm(config)
         self.mixer, self.mlp = Tssa(config), Mlp(config)
-        scales = (LayerScale(config) if config.layer_scale else nn.Identity() for _ in range(2))
-        self.mixer_scale, self.mlp_scale = scales
+        scale = LayerScale if config.layer_scale else nn.Identity
+        self.mixer_scale, self.mlp_scale = scale(config), scale(config)
 
     def forward(self, x_BTC: Tensor, *context: Any) -> tuple[Tensor, LayerState]:
         mixed_BTC, after = self.mixer(self.mixer_norm(x_BTC), *context)
@@ -190,9 +190,8 @@ class TostLM(nn.Module):
 
     def __init__(self, config: TostConfig) -> None:
         super().__init__()
-        learned = config.positions == "learned"
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.positions = nn.Embedding(config.max_positions, config.width) if learned else None
+        self.positions = nn.Embedding(config.max_positions, config.width) if config.positions == "learned" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = LayerNorm(config)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
@@ -241,6 +240,7 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        cache: TostCache | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [B, K, V], the loss with labels, and the cache, all with the library's arguments.
@@ -255,7 +255,7 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         for name, value in others.items():
             if value is not None and value is not False:
                 raise ValueError(f"TostForCausalLM does not support {name}: leave it out")
-        cache = past_key_values
+        cache = past_key_values if cache is None else cache
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
             cache = TostCache()
         states, first_B, columns = ([], None, 0) if cache is None else (cache.states, cache.positions, cache.columns)
@@ -272,7 +272,7 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             labels = labels.masked_fill(~real_BT.roll(1, 1), -100)  # none follows padding
             loss = self.loss_function(self.model.head(x_BTC), labels, self.config.vocab_size, num_items_in_batch)
-        return CausalLMOutputWithPast(loss=loss, logits=self.model.head(x_BTC[:, kept]), past_key_values=cache)
+        return CausalLMOutputWithPast(loss, self.model.head(x_BTC[:, kept]), **dict[str, Any]({CACHE: cache}))
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *others: Any, **named: Any
@@ -280,8 +280,8 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         mask_BT = model_kwargs.get("attention_mask")
         if mask_BT is not None and not mask_BT[:, -1].all():
             raise ValueError("attention_mask ends in padding, which generation cannot continue; pad on the left")
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = TostCache()
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = TostCache()
         prepare: Any = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         return prepare(generation_config, model_kwargs, *others, **named)
 
