@@ -61,7 +61,7 @@ class TostCache(Cache):
     """The sums of all layers, whose size does not depend on the number of tokens. Forward replaces them."""
 
     is_compileable = is_croppable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
-    is_linear = (False,)  # it counts its tokens  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    is_linear = (False,)  # else `generate` reads the known tokens again  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def __init__(self) -> None:
         super().__init__(layers=[])
