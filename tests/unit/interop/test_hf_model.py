@@ -67,10 +67,10 @@ def plain(model: TostForCausalLM) -> TostLM:
     return plain
 
 
-def generated(model: Any, tokens: Tensor, mask: Tensor | None = None, new: int = 16, **options: Any) -> Tensor:
+def generated(model: Any, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
     """The new ids."""
     torch.manual_seed(5)
-    options = {"attention_mask": mask, "max_new_tokens": new, "eos_token_id": None, **options}
+    options = {"attention_mask": mask, "max_new_tokens": 16, "eos_token_id": None, **options}
     return model.generate(tokens, **options)[:, tokens.shape[1] :]
 
 
@@ -277,14 +277,14 @@ def test_invalid_calls_are_refused():
 
 def test_too_many_tokens_are_refused_before_the_first():
     model, tokens = make(), random_ids(2, 60)
-    assert generated(model, tokens, new=5).shape == (2, 5)
+    assert generated(model, tokens, max_new_tokens=5).shape == (2, 5)
     with pytest.raises(ConfigError, match="66 tokens exceed the model's 64 positions; shorten the prompt"):
-        generated(model, tokens, new=6)
+        generated(model, tokens, max_new_tokens=6)
     mask = torch.ones_like(tokens)
     mask[0, :3], mask[1, :2] = 0, 0
-    assert generated(model, tokens, mask, new=7).shape == (2, 7)
+    assert generated(model, tokens, mask, max_new_tokens=7).shape == (2, 7)
     with pytest.raises(ConfigError, match="66 tokens exceed"):
-        generated(model, tokens, mask, new=8)
+        generated(model, tokens, mask, max_new_tokens=8)
 
 
 def test_activation_checkpointing_saves_memory_with_equal_gradients():
