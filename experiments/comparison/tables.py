@@ -34,6 +34,18 @@ def tables(results: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join([*parts, f"Minus {first}:", table(("form", *MEASURES), differences)])
 
 
+def recall_table(results: Sequence[dict[str, Any]]) -> str:
+    """Mean accuracy over seeds by length, lowest and highest in brackets."""
+    rows = []
+    for form in dict.fromkeys(result["form"] for result in results):
+        for kind, name in (("accuracy", form), ("without_attention", f"{form}, attention zeroed")):
+            of = [result[kind] for result in results if result["form"] == form and kind in result]
+            cells = [[100 * one[length] for one in of] for length in (of[0] if of else ())]
+            texts = (f"{fmean(cell):.0f} % ({min(cell):.0f} to {max(cell):.0f})" for cell in cells)
+            rows += [(name, str(len(of)), *texts)] if of else []
+    return table(("form", "seeds", "at 1 ×", "at 4 ×", "at 16 ×"), rows) if rows else ""
+
+
 def _difference(measure: Any, ours: dict[int, Any], theirs: dict[int, Any]) -> str:
     values = [measure(ours[seed]) - measure(theirs[seed]) for seed in ours.keys() & theirs.keys()]
     if len(values) < 2:

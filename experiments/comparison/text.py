@@ -93,8 +93,7 @@ def measures(model: TostLM, texts: Texts, T: int) -> dict[str, Any]:
       64 tokens before the word. Negative values are what the model gains from the memory of the distant text.
     """
     model.eval()
-    rows = torch.from_numpy(texts.streams)
-    nats = torch.cat([nats_of(model, row[None]) for row in rows])
+    rows, nats = torch.from_numpy(texts.streams), losses(model, texts)
     late, windows = nats[:, STREAM // 2 :], rows[:, STREAM // 2 :].unfold(1, T + 1, T)
     alone = torch.stack([nats_of(model, of_stream) for of_stream in windows]).flatten(1)
     others = rows.flatten()[: len(rows) * STREAM].view(-1, 2 * PASSAGE)[
@@ -112,6 +111,12 @@ def measures(model: TostLM, texts: Texts, T: int) -> dict[str, Any]:
         "copy": copy.tolist(),
         "rare": gains_of_rare_words(model, texts, nats),
     }
+
+
+@torch.inference_mode()
+def losses(model: TostLM, texts: Texts) -> Tensor:
+    """Nats of each token of each stream, [STREAMS, STREAM]."""
+    return torch.cat([nats_of(model, row[None]) for row in torch.from_numpy(texts.streams)])
 
 
 def gains_of_rare_words(model: TostLM, texts: Texts, nats: Tensor) -> dict[str, list[list[float]]]:

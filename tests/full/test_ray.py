@@ -14,7 +14,7 @@ from forked import LIMIT_S, Forked
 from programs import refusal, run, snapshot
 
 ray_cluster: Any = pytest.importorskip("ray.cluster_utils")
-PARTITIONS = 6
+FILES, PARTITIONS = 1000, 6
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def cluster() -> Iterator[Any]:
 def config(tmp_path: Path) -> Path:
     draws = random.Random(0)
     (tmp_path / "corpus").mkdir()
-    for number in range(PARTITIONS):
-        texts = [" ".join(draws.choices(["one", "of", "five", "short", "words"], k=300)) for _ in range(4000)]
+    for number in range(FILES):
+        texts = [" ".join(draws.choices(["one", "of", "five", "short", "words"], k=300)) for _ in range(24)]
         rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (tmp_path / f"corpus/{number}.jsonl").write_text(rows)
     (tmp_path / "words.toml").write_text(
