@@ -14,6 +14,7 @@ from forked import LIMIT_S, Forked
 from programs import refusal, run, snapshot
 
 ray_cluster: Any = pytest.importorskip("ray.cluster_utils")
+pytestmark = pytest.mark.timeout(1200)
 FILES, PARTITIONS = 1000, 6
 
 
@@ -62,7 +63,7 @@ def test_a_killed_node_and_a_killed_command_lose_nothing(config: Path, cluster: 
     resumed = Forked("tost prepare shards", *words, cwd=tmp_path, RAY_ADDRESS=cluster.address)
     until(lambda: len(list(parts.glob(".*.building/journal.json"))) == 2)  # a task on each node
     cluster.remove_node(second, allow_graceful=False)
-    code, _, errors = resumed.finish()
+    code, _, errors = resumed.finish(900.0)
     assert code == 0, errors
     assert snapshot(tmp_path / "shards") == snapshot(tmp_path / "whole")
     assert finished.items() <= {path.name: path.stat().st_ino for path in parts.iterdir()}.items()
