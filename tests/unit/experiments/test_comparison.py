@@ -18,17 +18,35 @@ from tost_lm.model.flops import parameters
 from tost_lm.testing.conformance import EQUALITIES, check, layer_adapter
 
 SHAPE = {"layers": 1, "heads": 2, "width": 8, "vocab_size": 8, "positions": "none", "layer_scale": 1.0}
+ALL_PARTS = {"decay": True, "convolution": True, "gate": True}
 PIECES = ["a", "bc", " ", "d", "e.", "fgh", "\n", "ijkl"]
 
 
-@pytest.mark.usefixtures("convolution")
-def test_the_gated_convolution_conforms():
-    config = validate(ModelConfig, {**SHAPE, "pattern": "G"}, "")
-    report = check(layer_adapter("G", config, rank_shard), tokens=24)
-    report.require()
+@pytest.mark.usefixtures("convolution", "tssa_parts")
+@pytest.mark.parametrize("letter", ["G", "P"])
+def test_the_plugins_conform(letter: str):
+    settings = {"plugin_settings": {"P": ALL_PARTS}} if letter == "P" else {}
+    config = validate(ModelConfig, {**SHAPE, "pattern": letter, **settings}, "")
+    report = check(layer_adapter(letter, config, rank_shard), tokens=24)
+    assert report.with_result("fails") == ([EQUALITIES[-1]] if letter == "P" else [])  # products of sums carry a NaN
     assert report.with_result("not offered") == [EQUALITIES[7]]
     model = TostLM(config)
     assert parameters(config).total == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.usefixtures("tssa_parts")
+def test_without_parts_it_is_the_layer_of_the_package():
+    torch.manual_seed(0)
+    own, parts = (
+        TostLM(validate(ModelConfig, {**SHAPE, "pattern": letter, "tssa": {"denom_bias": "none"}}, "")).double()
+        for letter in "TP"
+    )
+    parts.load_state_dict(own.state_dict())
+    tokens_BT = torch.randint(8, (2, 150))
+    for model in (own, parts):
+        model(tokens_BT, labels=tokens_BT).loss.backward()
+    for (name, expected), found in zip(own.named_parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-10, msg=name)
 
 
 def test_words_have_their_tokens_and_rare_ones_their_distance(monkeypatch: pytest.MonkeyPatch):
