@@ -35,8 +35,8 @@ test-rest: env
 	$(BIN)/python -m pytest -m "not quick and not slow" -n 3 --dist loadfile --no-loadscope-reorder --budget 10 $(PYTEST) \
 	  tests/golden tests/multiprocess tests/faults tests/programs tests/unit
 
-# All tests, also the slow ones and those of tests/full, which take minutes each. It injects every fault as often as
-# docs/faults.md says, and prints its table.
+# All tests, also the slow ones and those of tests/full, which take minutes each. It injects every fault of docs/faults.md,
+# most of them several times, and prints a table of them.
 test-full: env
 	$(BIN)/python -m pytest -vv --full
 

@@ -4,9 +4,10 @@
     python -m benchmarks.data build.gpt2=gpt2_bpe build.source='books/*.jsonl.gz'
 
 Tokenizing, with build.workers processes: build_shards from nothing to the finished folder; as many bare processes,
-which hold the texts in memory, encode them and keep nothing; and datasets.map followed by writing a memmap. They take
-turns, once for each tokenizer. Loader: time from the name of a folder of loader.index_tokens tokens to the first batch,
-and tokens per second of one process on a folder of loader.tokens, for both packings. With the defaults it takes about
+which hold the texts in memory, encode them and keep nothing; datasets.map followed by writing a memmap; and, if ray is
+installed, a partition for each file on Ray, which uses all cores, from its start to the joined folder. They take turns,
+once for each tokenizer. Loader: time from the name of a folder of loader.index_tokens tokens to the first batch, and
+tokens per second of one process on a folder of loader.tokens, for both packings. With the defaults it takes about
 6 minutes on 2 CPU cores. Output: two tables, and all values in benchmarks/results/.
 """
 
@@ -17,6 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,10 +45,13 @@ from tost_lm.data.tokenizers import (
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.data_prep.build import build_shards
+from tost_lm.data_prep.making import make_shards
+from tost_lm.data_prep.on_ray import partitions_on_ray
 from tost_lm.files import manifest_bytes
 from tost_lm.version import VERSION
 
-OURS, BARE, MAP = "build_shards", "bare processes", "datasets.map, memmap"
+OURS, BARE, MAP, RAY = "build_shards", "bare processes", "datasets.map, memmap", "partitions on Ray"
+SHORT = {BARE: "of bare", MAP: "of datasets.map", RAY: "of Ray"}
 PACKINGS = ("concatenated", "best-fit")
 TRAINING_TOKENS_PER_SECOND = 0.5e6  # an estimate for training tost-base on an H100
 
@@ -133,6 +138,8 @@ def build_cells(build: BuildConfig, folder: Path) -> list[dict[str, Any]]:
             BARE: lambda file=file: bare_processes(corpus, file, workers),
             MAP: lambda file=file: datasets_map(corpus, file, workers),
         }
+        if find_spec("ray"):
+            contenders[RAY] = lambda settings=settings: on_ray(corpus, settings)
         seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
         for _ in range(build.rounds):
             for contender, run in contenders.items():
@@ -145,18 +152,14 @@ def build_cells(build: BuildConfig, folder: Path) -> list[dict[str, Any]]:
 
 def build_row(cell: Mapping[str, Any]) -> dict[str, str]:
     seconds = cell["seconds"]
-    rates = {name: f"{cell['bytes'] / 1e6 / median(seconds[name]):.1f} MB/s" for name in (OURS, BARE, MAP)}
+    rates = {name: f"{cell['bytes'] / 1e6 / median(those):.1f} MB/s" for name, those in seconds.items()}
     ratios = {
-        name: median(rival / own for own, rival in zip(seconds[OURS], seconds[name], strict=True))
-        for name in (BARE, MAP)
+        SHORT[name]: median(rival / own for own, rival in zip(seconds[OURS], those, strict=True))
+        for name, those in seconds.items()
+        if name != OURS
     }
-    return {
-        "tokenizer": cell["tokenizer"],
-        "processes": str(cell["workers"]),
-        **rates,
-        "of bare": f"{ratios[BARE]:.0%}",
-        "of datasets.map": f"{ratios[MAP]:.0%}",
-    }
+    percent = {name: f"{ratio:.0%}" for name, ratio in ratios.items()}
+    return {"tokenizer": cell["tokenizer"], "processes": str(cell["workers"]), **rates, **percent}
 
 
 def build_notes(cell: Mapping[str, Any], load: float) -> str:
@@ -166,7 +169,8 @@ def build_notes(cell: Mapping[str, Any], load: float) -> str:
         "nothing to the finished folder: start of the processes, reading, index, hashes, flushing to disk. Bare "
         "processes are timed from when all hold their texts in memory until the slowest has encoded its own; texts "
         "are assigned by length, and nothing is read or kept. datasets.map: load_dataset of the same files without a "
-        f"cache, map with as many processes, and the ids written to one memmap. Load average before: {load:.1f}."
+        f"cache, map with as many processes, and the ids written to one memmap. Ray: {FILES} partitions, from start "
+        f"to joined folder. Load average before: {load:.1f}."
     )
 
 
@@ -271,6 +275,19 @@ def ours(corpus: Path, tokenizer: dict[str, Any], workers: int) -> float:
     config = data_config(f"{corpus}/*.jsonl", tokenizer, target, workers)
     start = time.perf_counter()
     build_shards(config, make_tokenizer(config))
+    return time.perf_counter() - start
+
+
+def on_ray(corpus: Path, tokenizer: dict[str, Any]) -> float:
+    """Seconds of a build on Ray, which uses all cores, from its start to the joined folder."""
+    target = corpus / "on_ray"
+    for folder in (target, target.with_suffix(".partitions")):
+        shutil.rmtree(folder, ignore_errors=True)
+    config = data_config(f"{corpus}/*.jsonl", tokenizer, target, 1)
+    on_ray = {"engine": "ray", "partitions": FILES}
+    config = config.model_copy(update={"shards": config.shards.model_copy(update=on_ray)})
+    start = time.perf_counter()
+    make_shards(config, lambda: partitions_on_ray(config))
     return time.perf_counter() - start
 
 

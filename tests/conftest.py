@@ -28,7 +28,7 @@ _durations: list[tuple[float, str]] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="inject faults as often as the table in docs/faults.md says")
+    parser.addoption("--full", action="store_true", help="also run the slow tests, and inject each fault several times")
     parser.addoption(
         "--budget", type=float, metavar="MINUTES", help="on 2 quiet cores; printed, and CI fails beyond twice as much"
     )

@@ -428,9 +428,7 @@ def run_program(
             main(paths[0] if paths else None, settings)
     except TostError as error:
         _exit_with_lines(error)
-    except (KeyboardInterrupt, SystemError) as error:
-        if KeyboardInterrupt not in (type(error), type(error.__cause__)):  # numba turns it into a SystemError
-            raise
+    except KeyboardInterrupt:
         if int(os.environ.get("RANK", "0")) == 0:
             print("\ninterrupted; run the same command to resume", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)

@@ -2,9 +2,11 @@
 
     tost prepare tokenizer corpus.source=BOOKS …      (docs/experiments.md has the commands)
     python -m experiments.comparison [comparison.forms='["qwen3-5"]'] [comparison.seeds=1]
+    python -m experiments.comparison comparison.recall=true
     python -m experiments.comparison comparison.tables=true
 
-A stopped run resumes, a finished one is not trained again. Models have equally many parameters, within 0.5 %.
+With comparison.recall, it trains them to recall pairs instead (recall.py). A stopped training of text resumes, and a
+finished one is not repeated. Models have equally many parameters, within 0.5 %.
 """
 
 import json
@@ -17,8 +19,9 @@ from typing import Any
 from pydantic import Field
 
 import tost_lm
-from experiments.comparison.tables import tables
-from experiments.comparison.text import Texts, measures
+from experiments.comparison.recall import MQAR, recall, without_attention
+from experiments.comparison.tables import recall_table, tables
+from experiments.comparison.text import Texts, losses, measures
 from tost_lm.config import Section, load_config, read_toml, run_program
 from tost_lm.data.shards import Shards
 from tost_lm.errors import ConfigError, TostError
@@ -40,6 +43,8 @@ class ComparisonSettings(Section):
     """Names of forms.toml; empty: all, seed by seed."""
     seeds: int | None = Field(default=None, gt=0)
     """The first seeds only."""
+    recall: bool = False
+    """Recall of pairs instead of text."""
     tables: bool = False
     """Print the tables of the stored results."""
 
@@ -53,31 +58,38 @@ class ComparisonConfig(Section):
 def main(_: Path | None, config: ComparisonConfig) -> None:
     settings = config.comparison
     if settings.tables:
-        print(tables(stored()))
+        print(tables(stored("text")))
+        print(recall_table(stored("recall")))
         return
     forms = read_toml(FORMS)
     if unknown := [name for name in settings.forms if name not in forms]:
         raise ConfigError(f"comparison.forms: {', '.join(unknown)}: choose from {', '.join(forms)}")
     names = settings.forms or list(forms)
+    run, task = (recall_run, "recall") if settings.recall else (text_run, "text")
     for seed in range(max(forms[name]["seeds"] for name in names)):
         for name in names:
-            if seed < min(forms[name]["seeds"], settings.seeds or seed + 1) and not result_file(name, seed).is_file():
-                write_atomically(result_file(name, seed), json.dumps(run(name, forms[name], seed), indent=1) + "\n")
+            path = RESULTS / task / f"{name}_{seed}.json"
+            if seed < min(forms[name]["seeds"], settings.seeds or seed + 1) and not path.is_file():
+                versions = {"form": name, "seed": seed, "commit": git_commit(), "tost_lm": VERSION}
+                words = with_equal_parameters(forms[name]["settings"])
+                write_atomically(path, json.dumps(versions | run(name, forms[name], words, seed), indent=1) + "\n")
 
 
-def result_file(name: str, seed: int) -> Path:
-    return RESULTS / f"{name}_{seed}.json"
-
-
-def stored() -> list[dict[str, Any]]:
+def stored(task: str) -> list[dict[str, Any]]:
     """All results."""
-    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    return [json.loads(path.read_text()) for path in sorted((RESULTS / task).glob("*.json"))]
 
 
-def run(name: str, form: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Train and measure a model. Raises TostError if `tost train` fails."""
-    words = with_equal_parameters(form["settings"])
-    words += [f"train.seed={seed}", f"run.name={name}_{seed}"]
+def recall_run(name: str, _: dict[str, Any], words: list[str], seed: int) -> dict[str, Any]:
+    """Train and measure a model that recalls pairs. Raises TrainingError: a loss is not finite."""
+    print(f"recall, {name}, seed {seed}", flush=True)
+    config = load_config(PretrainConfig, RECIPE, [*words, f"model.vocab_size={MQAR.vocab_size}"], from_user=True).model
+    return {"settings": words, "parameters": parameters(config).total, **recall(config, seed)}
+
+
+def text_run(name: str, form: dict[str, Any], words: list[str], seed: int) -> dict[str, Any]:
+    """Train and measure a model of text. Raises TostError if `tost train` fails."""
+    words = [*words, f"train.seed={seed}", f"run.name={name}_{seed}"]
     recipe = RECIPE
     if change := form.get("in_the_decay"):
         recipe = ROOT / "runs/comparison" / f"{name}.toml"
@@ -92,11 +104,11 @@ def run(name: str, form: dict[str, Any], seed: int) -> dict[str, Any]:
     config = load_config(PretrainConfig, recipe, words, from_user=True)
     model = tost_lm.load(config.run_folder)
     texts = Texts.of(Shards.open(next(iter(config.data.folders))))
-    return {
-        "form": name, "seed": seed, "command": command, "commit": git_commit(), "tost_lm": VERSION,
-        "parameters": parameters(config.model).total, "train_seconds": seconds,
-        **measures(model, texts, config.train.seq_len),
-    }  # fmt: skip
+    count = parameters(config.model).total
+    found = measures(model, texts, config.train.seq_len)
+    if set(config.model.letters) > {"A"}:
+        found["loss_without_attention"] = losses(without_attention(model), texts).mean(1).tolist()
+    return {"command": command, "parameters": count, "train_seconds": seconds, **found}
 
 
 def with_equal_parameters(words: list[str]) -> list[str]:

@@ -86,17 +86,22 @@ def rare_words(stream: np.ndarray, pieces: list[str], known: Counter) -> list[Oc
 def measures(model: TostLM, texts: Texts, T: int) -> dict[str, Any]:
     """All measures; lists have a number for each stream or passage, so that intervals can be paired.
 
+    - `windows`: the loss of the later half of a stream in windows of T tokens; the only measure of a model with learned
+      positions, which reads no longer texts.
     - `loss` of all tokens of the streams, `loss_by_position` of parts between powers of two.
-    - `far`: the loss of the later half of a stream, minus that of the same tokens in windows of T tokens.
+    - `far`: the loss of the later half of a stream, minus that in windows.
     - `copy`: a passage of 128 tokens read again after 128 tokens of another, minus its first reading.
     - `rare`: by distance, the sum over a rare word's tokens; minus the same after another book in place of all but the
       64 tokens before the word. Negative values are what the model gains from the memory of the distant text.
     """
     model.eval()
     rows = torch.from_numpy(texts.streams)
-    nats = torch.cat([nats_of(model, row[None]) for row in rows])
-    late, windows = nats[:, STREAM // 2 :], rows[:, STREAM // 2 :].unfold(1, T + 1, T)
+    windows = rows[:, STREAM // 2 :].unfold(1, T + 1, T)
     alone = torch.stack([nats_of(model, of_stream) for of_stream in windows]).flatten(1)
+    found: dict[str, Any] = {"books": texts.books, "windows": alone.mean(1).tolist()}
+    if model.config.position_limit:
+        return found
+    nats = losses(model, texts)
     others = rows.flatten()[: len(rows) * STREAM].view(-1, 2 * PASSAGE)[
         :: len(rows) * STREAM // (2 * PASSAGE * PASSAGES)
     ]
@@ -104,14 +109,19 @@ def measures(model: TostLM, texts: Texts, T: int) -> dict[str, Any]:
     copied = torch.cat([nats_of(model, part) for part in torch.cat([passages, gaps.roll(1, 0), passages], 1).split(8)])
     copy = copied[:, -PASSAGE + 8 :].mean(1) - copied[:, 7 : PASSAGE - 1].mean(1)
     edges = [0, *(2**power for power in range(6, 14))]
-    return {
-        "books": texts.books,
+    return found | {
         "loss": nats.mean(1).tolist(),
         "loss_by_position": {f"{b}": float(nats[:, a:b].mean()) for a, b in pairwise(edges)},
-        "far": (late.mean(1) - alone.mean(1)).tolist(),
+        "far": (nats[:, STREAM // 2 :].mean(1) - alone.mean(1)).tolist(),
         "copy": copy.tolist(),
         "rare": gains_of_rare_words(model, texts, nats),
     }
+
+
+@torch.inference_mode()
+def losses(model: TostLM, texts: Texts) -> Tensor:
+    """Nats of each token of each stream, [STREAMS, STREAM]."""
+    return torch.cat([nats_of(model, row[None]) for row in torch.from_numpy(texts.streams)])
 
 
 def gains_of_rare_words(model: TostLM, texts: Texts, nats: Tensor) -> dict[str, list[list[float]]]:

@@ -147,7 +147,8 @@ def test_training_goes_on_in_tiles_at_twice_the_context_length(folder: Path):
         "optim.lr=1e-5", "optim.min_lr=1e-6", "optim.warmup_steps=0", "validation.sequences=1",
         "run.name=longer", "run.log_every=1", "run.timeout_seconds=3600", "run.device=cpu",
     ]  # fmt: skip
-    said = run("tost train", "empty.toml", *settings, cwd=folder)
+    line = [sys.executable, "-m", "tost_lm.cli.main", "train", "empty.toml", *settings]
+    said = subprocess.run(line, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
     assert "exactly in 8 tiles" in said
     first, second = (row["loss"] for row in read_rows(folder / "runs/longer/metrics.jsonl"))
     inputs = torch.tensor([[tokenizer.eot, *labels[:-1].tolist()]])

@@ -14,7 +14,8 @@ from forked import LIMIT_S, Forked
 from programs import refusal, run, snapshot
 
 ray_cluster: Any = pytest.importorskip("ray.cluster_utils")
-PARTITIONS = 6
+pytestmark = pytest.mark.timeout(1200)
+FILES, PARTITIONS = 1000, 6
 
 
 @pytest.fixture
@@ -28,8 +29,8 @@ def cluster() -> Iterator[Any]:
 def config(tmp_path: Path) -> Path:
     draws = random.Random(0)
     (tmp_path / "corpus").mkdir()
-    for number in range(PARTITIONS):
-        texts = [" ".join(draws.choices(["one", "of", "five", "short", "words"], k=300)) for _ in range(4000)]
+    for number in range(FILES):
+        texts = [" ".join(draws.choices(["one", "of", "five", "short", "words"], k=300)) for _ in range(24)]
         rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (tmp_path / f"corpus/{number}.jsonl").write_text(rows)
     (tmp_path / "words.toml").write_text(
@@ -62,7 +63,7 @@ def test_a_killed_node_and_a_killed_command_lose_nothing(config: Path, cluster: 
     resumed = Forked("tost prepare shards", *words, cwd=tmp_path, RAY_ADDRESS=cluster.address)
     until(lambda: len(list(parts.glob(".*.building/journal.json"))) == 2)  # a task on each node
     cluster.remove_node(second, allow_graceful=False)
-    code, _, errors = resumed.finish()
+    code, _, errors = resumed.finish(900.0)
     assert code == 0, errors
     assert snapshot(tmp_path / "shards") == snapshot(tmp_path / "whole")
     assert finished.items() <= {path.name: path.stat().st_ino for path in parts.iterdir()}.items()

@@ -25,5 +25,6 @@ OLMO_HYBRID = PublicForm(
     settings={"norm_after": "A", "softmax.qk_norm": "all-heads"},
     fixed={"head_dim": None},
     without_rotary={"rope_theta": None},
+    misnamed={"A": {"feedforward_layer_norm.weight": "post_attention_layernorm.weight"}},
 )  # fmt: skip
 FORMAT = OLMO_HYBRID.format

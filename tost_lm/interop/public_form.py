@@ -126,6 +126,8 @@ class PublicForm:
     """Whether the rotary embedding may rotate a part of each head."""
     without_rotary: dict[str, Any] | None = None
     """Their settings of the rotary embedding for none; None: each model has one."""
+    misnamed: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By letter, names of a block's weights in files as the library writes them, and those in public models."""
 
     @property
     def format(self) -> ForeignFormat:
@@ -198,7 +200,8 @@ class PublicForm:
             if copied:
                 _write_into_copy(temporary, copied, found, theirs)
             else:
-                model.save_pretrained(temporary)
+                stored = self._as_in_files(model, config)
+                model.save_pretrained(temporary, state_dict=stored, save_original_format=False)
             if like is None and (saved := _their_tokenizer(tokenizer)):
                 saved.save_pretrained(temporary)
             for path in files:
@@ -278,6 +281,16 @@ class PublicForm:
             for one, part in zip(names, parts, strict=True):
                 found[one] = part.reshape(like[one].shape).to(dtypes.get(one, usual), copy=True)
         return found | ({HEAD: found[EMBEDDING]} if config.tied_head else {})
+
+    def _as_in_files(self, model: Any, config: ModelConfig) -> dict[str, Tensor]:
+        """The weights of the library's model by the names in files of public models, which servers read."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        stored = revert_weight_conversion(model, model.state_dict())
+        for n, letter in enumerate(config.letters):
+            for wrong, right in self.misnamed.get(letter, {}).items():
+                stored[f"model.layers.{n}.{right}"] = stored.pop(f"model.layers.{n}.{wrong}")
+        return stored
 
     def _with_more_parts(self, like: Path | None) -> Path | None:
         """The folder `like` if its model has more parts."""

@@ -32,6 +32,16 @@ def convolution() -> Iterator[ModuleType]:
 
 
 @pytest.fixture
+def tssa_parts() -> Iterator[ModuleType]:
+    """The plugin of TSSA with parts of other layers, registered for a test."""
+    from experiments.comparison import tssa_parts  # the first import registers it
+
+    tssa_parts.register(tssa_parts.PartsFacts(), tssa_parts.TssaWithParts)
+    yield tssa_parts
+    del FACTS[tssa_parts.PartsFacts.letter]
+
+
+@pytest.fixture
 def float64_model():
     def make(**settings) -> TostLM:
         small = {"layers": 2, "heads": 4, "width": 32, "vocab_size": 50, "max_positions": 64, "layer_scale": 0.5}

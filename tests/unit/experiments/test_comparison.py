@@ -1,13 +1,16 @@
 """The comparison of shipped layers: its control conforms, and its measures are those of their definitions."""
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from toy_mixer import rank_shard
 
-from experiments.comparison import text
+from experiments.comparison import __main__ as program
+from experiments.comparison import recall, text
 from experiments.comparison.text import Occurrence, Texts, measures, rare_words, words
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
@@ -15,17 +18,35 @@ from tost_lm.model.flops import parameters
 from tost_lm.testing.conformance import EQUALITIES, check, layer_adapter
 
 SHAPE = {"layers": 1, "heads": 2, "width": 8, "vocab_size": 8, "positions": "none", "layer_scale": 1.0}
+ALL_PARTS = {"decay": True, "convolution": True, "gate": True}
 PIECES = ["a", "bc", " ", "d", "e.", "fgh", "\n", "ijkl"]
 
 
-@pytest.mark.usefixtures("convolution")
-def test_the_gated_convolution_conforms():
-    config = validate(ModelConfig, {**SHAPE, "pattern": "G"}, "")
-    report = check(layer_adapter("G", config, rank_shard), tokens=24)
-    report.require()
+@pytest.mark.usefixtures("convolution", "tssa_parts")
+@pytest.mark.parametrize("letter", ["G", "P"])
+def test_the_plugins_conform(letter: str):
+    settings = {"plugin_settings": {"P": ALL_PARTS}} if letter == "P" else {}
+    config = validate(ModelConfig, {**SHAPE, "pattern": letter, **settings}, "")
+    report = check(layer_adapter(letter, config, rank_shard), tokens=24)
+    assert report.with_result("fails") == ([EQUALITIES[-1]] if letter == "P" else [])  # products of sums carry a NaN
     assert report.with_result("not offered") == [EQUALITIES[7]]
     model = TostLM(config)
     assert parameters(config).total == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.usefixtures("tssa_parts")
+def test_without_parts_it_is_the_layer_of_the_package():
+    torch.manual_seed(0)
+    own, parts = (
+        TostLM(validate(ModelConfig, {**SHAPE, "pattern": letter, "tssa": {"denom_bias": "none"}}, "")).double()
+        for letter in "TP"
+    )
+    parts.load_state_dict(own.state_dict())
+    tokens_BT = torch.randint(8, (2, 150))
+    for model in (own, parts):
+        model(tokens_BT, labels=tokens_BT).loss.backward()
+    for (name, expected), found in zip(own.named_parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-10, msg=name)
 
 
 def test_words_have_their_tokens_and_rare_ones_their_distance(monkeypatch: pytest.MonkeyPatch):
@@ -55,3 +76,29 @@ def test_a_model_without_memory_gains_nothing(monkeypatch: pytest.MonkeyPatch):
         gains[window] = [abs(value) for of_stream in found["rare"]["all"] for value in of_stream]
     assert max(gains[2]) < 1e-5
     assert min(gains[0]) > 1e-5
+
+
+@pytest.mark.usefixtures("convolution")
+def test_recall_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(program, "RESULTS", tmp_path)
+    for name, value in (("STEPS", 2), ("BATCH", 2), ("EXAMPLES", 2), ("LENGTHS", (1, 2))):
+        monkeypatch.setattr(recall, name, value)
+    settings = {"comparison": {"recall": True, "forms": ["olmo-hybrid", "delta"], "seeds": 1}}
+    config = validate(program.ComparisonConfig, settings, "")
+    program.main(None, config)
+    hybrid, delta = (json.loads((tmp_path / f"recall/{name}_0.json").read_text()) for name in ("olmo-hybrid", "delta"))
+    assert hybrid["parameters"] == pytest.approx(delta["parameters"], rel=0.005)
+    assert hybrid["accuracy"].keys() == hybrid["without_attention"].keys() == {"1", "2"}
+    assert "without_attention" not in delta
+    assert capsys.readouterr().out.count("recall, ") == 2
+    program.main(None, config)
+    assert capsys.readouterr().out == ""
+
+
+def test_zeroed_attention_takes_no_part():
+    model = TostLM(validate(ModelConfig, {**SHAPE, "layers": 2, "pattern": "DA"}, ""))
+    tokens_BT = torch.randint(8, (2, 16))
+    logits_BTV = recall.without_attention(model)(tokens_BT).logits
+    assert not torch.equal(logits_BTV, model(tokens_BT).logits)
+    torch.nn.init.normal_(model.get_parameter("blocks.1.mixer.in_proj.weight"))
+    assert torch.equal(logits_BTV, recall.without_attention(model)(tokens_BT).logits)
