@@ -14,6 +14,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,21 @@ def find_checkpoint(
         return newest
     reason = "none of its checkpoints is valid" if step_folders(path) else "it holds no checkpoint"
     raise CheckpointError(f"{path}: not a checkpoint: {reason}; {GIVE}")
+
+
+def newest_checkpoints(run_folder: Path, count: int) -> list[Path]:
+    """The newest `count` valid checkpoints of a run, oldest first; damaged ones are skipped with a message.
+
+    Raises:
+        CheckpointError: the run has fewer.
+    """
+    found = list(islice(_valid_steps(run_folder, print, verify_checkpoint), count))
+    if len(found) < count:
+        raise CheckpointError(
+            f"{run_folder}: {len(found)} valid checkpoints, not {count}; ask for fewer, or keep more during training "
+            "with checkpoint.keep_latest_k"
+        )
+    return found[::-1]
 
 
 def _valid_steps(run_folder: Path, warn: Callable[[str], None], verify: Callable[[Path], None]) -> Iterator[Path]:
