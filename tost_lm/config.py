@@ -83,9 +83,8 @@ class Section(BaseModel):
     """A frozen group of settings. The docstring of each field is its text in `--help`."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False,
-        loc_by_alias=False,
-    )  # fmt: skip
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
     exclusive: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of settings of which one is set. An override of one replaces the other of the file."""
 
@@ -302,18 +301,15 @@ def _apply_override(section: type[Section], tree: dict[str, Any], override: str)
 
 
 def _resolve(section: type[Section], path: Sequence[str]) -> tuple[list[str], Any]:
-    """The names along a path, by the fields that have other names too, and the type there; it ends at a setting."""
+    """The names along a path up to a setting, and the type there."""
     names, kind = list[str](), section
     for key in path:
         inner, tables = section_of(kind), [one for one in (kind, *get_args(kind)) if get_origin(one) is dict]
         if not inner and not tables:
             break  # what follows is no path, but for example a member of a union
         fields = inner.model_fields if inner else {}
-        name = next(
-            (name for name, field in fields.items() if key in getattr(field.validation_alias, "choices", ())), key
-        )
-        kind = fields[name].annotation if name in fields else get_args(tables[0])[1] if tables else None
-        names.append(name)
+        kind = fields[key].annotation if key in fields else get_args(tables[0])[1] if tables else None
+        names.append(key)
     return names, kind
 
 
@@ -432,9 +428,7 @@ def run_program(
             main(paths[0] if paths else None, settings)
     except TostError as error:
         _exit_with_lines(error)
-    except (KeyboardInterrupt, SystemError) as error:
-        if KeyboardInterrupt not in (type(error), type(error.__cause__)):  # numba turns it into a SystemError
-            raise
+    except KeyboardInterrupt:
         if int(os.environ.get("RANK", "0")) == 0:
             print("\ninterrupted; run the same command to resume", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)

@@ -1,13 +1,11 @@
-"""Files of a report: report.md, report.html, and each figure as PNG, PDF and CSV, some also as a LaTeX table.
+"""Files of a report: report.md, report.html, and each figure as PNG, PDF and CSV.
 
-The same data gives the same bytes. matplotlib belongs to the extra `report`, so it is imported on first use. Figures
-are also logged to wandb on request, each as an image and its data as a table.
+The same data gives the same bytes. matplotlib belongs to the extra `report`, so it is imported on first use.
 """
 
 import base64
 import csv
 import io
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,11 +26,6 @@ if TYPE_CHECKING:
 LIGHT, DARK, CONTRAST = "#8fb4d9", "#0b3c6f", "#c77700"
 LIGHT_ABOVE = 55  # light colours need black text
 POSITION = "position in the document (tokens, end of the bin)"
-LATEX = {
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--", "±": r"$\pm$",
-    "<": "$<$", ">": "$>$",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,17 +36,14 @@ class Chart:
     header: Sequence[str]
     """Column names, each with the unit in parentheses."""
     rows: Sequence[Sequence[Any]]
-    latex: str = ""
-    """A LaTeX table of the data; empty if there is none."""
 
     def files(self) -> dict[str, bytes]:
         """Content of the files by extension."""
-        files = {
+        return {
             "png": self._drawn("png", dpi=130, metadata={"Software": None}),
             "pdf": self._drawn("pdf", metadata={"CreationDate": None}),
             "csv": self.table().encode(),
         }
-        return files | ({"tex": self.latex.encode()} if self.latex else {})
 
     def table(self) -> str:
         """The data as CSV."""
@@ -147,18 +137,6 @@ def draw_heatmap(axes: Any, percent_RL: np.ndarray, lengths: Sequence[int], name
     return image
 
 
-def tabular(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A tabular of plain text: the first column aligned left, the others right."""
-    lines = [" & ".join(map(_escape_latex, row)) + r" \\" for row in (header, *rows)]
-    columns = "l" + "r" * (len(header) - 1)
-    return "\n".join([rf"\begin{{tabular}}{{{columns}}}", lines[0], r"\hline", *lines[1:], r"\end{tabular}", ""])
-
-
-def _escape_latex(text: str) -> str:
-    """Plain text as LaTeX."""
-    return re.sub("|".join(map(re.escape, LATEX)), lambda found: LATEX[found[0]], text)
-
-
 STYLE = """
 body { max-width: 70rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.55 system-ui, sans-serif; color: #1b1b1b;
        background: #fff; }
@@ -195,8 +173,7 @@ class Page:
         """A sentence about the files of the figures so far; empty if there are none."""
         if not self.charts:
             return ""
-        latex = ", and some as LaTeX tables" if any(chart.latex for chart in self.charts.values()) else ""
-        return f"Figures are in `{self.figures}/` as PNG and PDF, their data as CSV{latex}."
+        return f"Figures are in `{self.figures}/` as PNG and PDF, their data as CSV."
 
     def write(self, folder: Path, sections: Iterable[str]) -> Path:
         """Write all files into `folder` once all sections are complete. Returns the path of report.html."""
@@ -238,42 +215,3 @@ def require_packages() -> None:
     for package in ("markdown_it", "matplotlib"):
         if not find_spec(package):
             raise ConfigError(f"the report needs a package: {package}; {install_hint('report')}")
-
-
-def log_to_wandb(name: str, folder: Path, charts: Mapping[str, Chart]) -> None:
-    """Log to a separate wandb run in the group `name`, below `folder`; offline unless WANDB_MODE is set.
-
-    Raises:
-        ConfigError: wandb is not installed or does not start in the mode of WANDB_MODE.
-    """
-    if not find_spec("wandb"):
-        raise ConfigError("report.wandb needs a package: wandb; run pip install wandb")
-    import wandb
-    from PIL import Image
-
-    mode = os.environ.get("WANDB_MODE", "offline")
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        run = wandb.init(
-            project="tost_lm",
-            name=f"{name} report",
-            group=name,
-            job_type="report",
-            dir=folder,
-            mode=mode,  # pyright: ignore[reportArgumentType]
-            # The metadata would contain the command line and the repository's address.
-            settings=wandb.Settings(silent=True, console="off", x_disable_meta=True, disable_git=True),
-        )
-    except (wandb.Error, ValueError) as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"WANDB_MODE={mode}: {why}; set WANDB_MODE to offline or disabled") from None
-    shown: dict[str, Any] = {}
-    for path, chart in charts.items():
-        figure = Path(path).name
-        shown[figure] = wandb.Image(Image.open(io.BytesIO(chart.files()["png"])))
-        # wandb needs one type per column.
-        cells: Any = [["" if cell is None else str(cell) for cell in row] for row in chart.rows]
-        shown[f"{figure}_table"] = wandb.Table(columns=list(chart.header), data=cells)
-    run.log(shown)
-    run.finish()
-    wandb.teardown()  # otherwise child processes look for its service

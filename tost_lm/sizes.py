@@ -13,9 +13,6 @@ CPU_CHUNK_ELEMENTS = 1 << 19
 DEVICE_CHUNK_ELEMENTS = 1 << 22
 """Elements of w in a chunk on other devices, without Triton."""
 
-NUMBA_CHUNK_TOKENS = 64
-"""Tokens of a chunk in the Numba kernels: few enough that what the backward computes again fits a core's cache."""
-
 TRITON_CHUNK_TOKENS = 32
 """Tokens of a chunk in the Triton kernels: those of one channel fit the registers of one thread."""
 

@@ -116,7 +116,7 @@ def test_wikitext_and_lambada_have_the_scores_of_the_harness(folder: Path):
 
 @needs_shared
 def test_a_needle_is_found_by_both_libraries(folder: Path):
-    """One example for each of two lengths of the grid in docs/tutorials/public_hybrid.md."""
+    """One example for each of two lengths of the grid in docs/tutorials/evaluate_model.md."""
     (folder / "haystack.txt").write_text(shared_text("wiki.test.raw"))
     words = ["needle.haystack=haystack.txt", "needle.lengths=[512, 4096]", "needle.samples=1", "needle.depths=[0.5]"]
     scores = {}

@@ -2,20 +2,19 @@
 
 import json
 import os
-import pickle
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hf_tokenizers import byte_level, made
 from programs import refusal, run, snapshot
 from shared_data import GPT2_BPE, needs_shared
 
 import tost_lm
 from tost_lm.checkpointing.format import Progress, StoredTensors, write_checkpoint
 from tost_lm.config import validate
-from tost_lm.data.tokenizers.interface import CharacterTokenizer
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.files import sha256_file
 from tost_lm.interop.authors import read_authors, to_authors
@@ -178,27 +177,6 @@ def test_a_run_continues_through_a_ckpt_as_if_it_had_never_stopped(workplace: Pa
     assert printed.startswith("train.branch_from weights: has no optimizer state; set train.initial_weights instead")
 
 
-def test_a_character_level_run_keeps_its_characters(tmp_path: Path):
-    characters = "\n !abcde"
-    tables = {"itos": dict(enumerate(characters)), "stoi": {c: i for i, c in enumerate(characters)}}
-    (tmp_path / "chars").mkdir()
-    (tmp_path / "chars/meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(characters), **tables}))
-    write_theirs(tmp_path / "ckpt.pt", make_model(vocab_size=len(characters), max_positions=64))
-    error = refusal(PROGRAM, "ckpt.pt", "convert.folder=new", cwd=tmp_path)
-    assert error == "ckpt.pt: its vocabulary is not GPT-2's: 8 ids; give convert.tokenizer=FOLDER"
-    run(PROGRAM, "ckpt.pt", "convert.folder=new", "convert.tokenizer=chars", cwd=tmp_path)
-    tokenizer = tost_lm.load_tokenizer(tmp_path / "new")
-    assert tokenizer.encode("bad\n") == [4, 3, 6, 0]
-    assert tokenizer.decode([4, 3, 6, 0]) == "bad\n"
-    output = run("tost generate", "new", "bad", "sample.tokens=30", cwd=tmp_path)
-    text = output.partition("\nstate after the prompt of 4 tokens")[0]
-    assert text.startswith("bad")
-    assert len(text) == 33
-    assert set(text) <= set(characters)
-    error = refusal("tost generate", "new", "bäd", cwd=tmp_path)
-    assert error == "character outside the model's vocabulary: 'ä'; remove it from the text"
-
-
 class Payload:
     def __reduce__(self) -> tuple:
         return os.mkdir, ("was_run",)
@@ -209,13 +187,9 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     torch.save(theirs, tmp_path / "small.pt")
     torch.save({**theirs, "config": Payload()}, tmp_path / "hostile.pt")
     (tmp_path / "text.pt").write_text("no checkpoint")
-    write_checkpoint(tmp_path / "ours", model.config, model.state_dict(), CharacterTokenizer(b'"abc"'))
+    write_checkpoint(tmp_path / "ours", model.config, model.state_dict(), made(byte_level()))
     (tmp_path / "experts").mkdir()
     (tmp_path / "experts/config.json").write_text('{"model_type": "qwen3_5_moe"}')
-    (tmp_path / "hostile").mkdir()
-    (tmp_path / "hostile/meta.pkl").write_bytes(pickle.dumps(Payload()))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/meta.pkl").write_bytes(pickle.dumps({"itos": {0: "ab", 1: "c"}}))
     (tmp_path / "bpe").mkdir()
     (tmp_path / "bpe/vocab.bpe").touch()
     before = snapshot(tmp_path)
@@ -232,10 +206,8 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
         path = source.removesuffix("/config.json")
         assert refusal(PROGRAM, path, "convert.folder=models/new", cwd=tmp_path) == f"{source}: {problem}"
     tokenizers = {
-        "nowhere": "convert.tokenizer nowhere: no tokenizer; give a folder with encoder.json and vocab.bpe (GPT-2), ",
+        "nowhere": "convert.tokenizer nowhere: no tokenizer; give a folder with encoder.json and vocab.bpe (GPT-2) or ",
         "bpe": "convert.tokenizer bpe: encoder.json cannot be read: No such file or directory; ",
-        "hostile": "convert.tokenizer hostile/meta.pkl: refused: it would call posix.mkdir; give the meta.pkl of a ",
-        "other": "convert.tokenizer other/meta.pkl: refused: no table itos from ids to characters; give the meta.pkl ",
     }
     for folder, problem in tokenizers.items():
         words = ["small.pt", "convert.folder=models/new", f"convert.tokenizer={folder}"]

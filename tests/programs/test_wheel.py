@@ -3,16 +3,13 @@
 Nothing is downloaded: the new environment links to the installed packages.
 """
 
-import email
 import importlib.metadata
 import json
 import shutil
 import subprocess
 import sys
 import tarfile
-import tomllib
 import venv
-from email.message import Message
 from pathlib import Path
 from typing import NamedTuple
 from zipfile import ZipFile
@@ -20,7 +17,6 @@ from zipfile import ZipFile
 import pytest
 import torch
 from forked import CHECKOUT, ENVIRONMENT, as_rank
-from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -33,7 +29,6 @@ from tost_lm.model import ModelConfig, TostLM
 from tost_lm.version import VERSION
 
 ALONE = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
-PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 TOST = """
 from importlib.metadata import entry_points
@@ -172,10 +167,6 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
 
 
-def metadata(built: Built) -> Message:
-    return email.message_from_string(contents(built.wheel)[f"tost_lm-{VERSION}.dist-info/METADATA"].decode())
-
-
 def test_the_wheel_holds_only_the_package_and_its_license(built: Built):
     files, about = contents(built.wheel), f"tost_lm-{VERSION}.dist-info/"
     assert built.wheel.name == f"tost_lm-{VERSION}-py3-none-any.whl"
@@ -192,30 +183,6 @@ def test_the_wheel_holds_only_the_package_and_its_license(built: Built):
 def test_the_sdist_makes_the_same_wheel(built: Built):
     assert built.sdist.name == f"tost_lm-{VERSION}.tar.gz"
     assert contents(built.wheel_of_sdist) == contents(built.wheel)
-
-
-def test_metadata_has_the_extras_and_the_readme(built: Built):
-    facts, extras = metadata(built), PROJECT["optional-dependencies"]
-    assert (facts["License-Expression"], facts["Requires-Python"]) == (PROJECT["license"], PROJECT["requires-python"])
-    assert facts.get_all("Provides-Extra") == list(extras)
-    for extra, lines in {"": [], **extras}.items():
-        assert wanted(facts.get_all("Requires-Dist", []), extra) == wanted(PROJECT["dependencies"] + lines, extra)
-    assert facts["Description-Content-Type"] == "text/markdown"
-    shown = str(facts.get_payload())
-    assert shown.strip() == (CHECKOUT / "README.md").read_text().strip()
-    page = MarkdownIt("commonmark").enable("table").render(shown)
-    assert page.startswith("<h1>tost_lm</h1>")
-    assert "<table>" in page
-
-
-def wanted(lines: list[str], extra: str) -> set[tuple[str, str]]:
-    """Packages and versions."""
-    asked = map(Requirement, lines)
-    return {
-        (each.name, str(each.specifier))
-        for each in asked
-        if each.marker is None or each.marker.evaluate({"extra": extra})
-    }
 
 
 @pytest.mark.slow

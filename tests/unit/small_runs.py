@@ -68,7 +68,7 @@ def make_model():
 
 @pytest.fixture
 def run_folder(tmp_path: Path, tokenizer: Tokenizer, shards: Shards, make_model) -> Path:
-    """The folder of a run of 100 steps: settings, environment, metrics and one checkpoint."""
+    """The folder of a run of 100 steps: settings, metrics and one checkpoint."""
     run = tmp_path / "run"
     model = make_model(vocab_size=tokenizer.vocab_size)
     write_checkpoint(
@@ -81,7 +81,6 @@ def run_folder(tmp_path: Path, tokenizer: Tokenizer, shards: Shards, make_model)
         "run": 'name = "tiny"',
     }
     (run / "config.toml").write_text("\n".join(f"[{name}]\n{table}\n" for name, table in tables.items()))
-    (run / "env.json").write_text(json.dumps({"python": "3.11", "packages": {"torch": "2"}, "command": ["a", "b|c"]}))
     rows = [
         {
             "step": step, "loss": 6 - step / 50, "lr": 1e-3, "grad_norm": 2.0, "tokens": step * 32,

@@ -48,8 +48,7 @@ class ConversionConfig(Section):
     like: Path | None = None
     """Folder of the Hugging Face library whose tokenizer the model has, and whose other files and settings are kept."""
     tokenizer: Path | None = None
-    """Folder with encoder.json and vocab.bpe, tokenizer.model or meta.pkl; default: the source's, or else GPT-2's."""
-
+    """Folder with encoder.json and vocab.bpe, or tokenizer.model; default: the source's, or else GPT-2's."""
     mean_of: int | None = Field(default=None, gt=1)
     """To a model folder with the mean of the weights in this many checkpoints of a run, the newest."""
 

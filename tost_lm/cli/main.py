@@ -39,27 +39,6 @@ COMMANDS = {
 }
 """The module of each command."""
 MODULES = {command: module for group in COMMANDS.values() for command, module in group.items()}
-_LM_EVAL = "tost lm-eval run --model tost_lm --model_args pretrained=RUN --tasks"
-_HUGGING_FACE = """python -c 'import tost_lm.interop.hf as hf; hf.export("RUN", "FOLDER")'"""
-SYNONYMS = {
-    **dict.fromkeys(("perplexity", "ppl", "loss", "bpb", "heldout", "validate"), "tost eval RUN heldout"),
-    **dict.fromkeys(("needle", "niah", "passkey"), "tost eval RUN needle"),
-    "ruler": f"tost eval RUN ruler, or {_LM_EVAL} ruler for RULER's own texts",
-    **{name: f"{_LM_EVAL} {name}" for name in ("longbench", "mmlu", "gsm8k")},
-    "wikitext": "tost eval RUN wikitext2@lm-eval",
-    "lambada": "tost eval RUN lambada_openai@lm-eval",
-    **{name: f"tost eval RUN {name}@lm-eval" for name in ("hellaswag", "piqa")},
-    **dict.fromkeys(("zero-shot", "benchmark", "evaluate"), "tost eval RUN zero-shot"),
-    **{name: f"tost eval RUN {name}" for name in ("context", "positions", "text")},
-    "suite": "tost eval RUN suite",
-    "export": f"{_HUGGING_FACE}, or tost convert RUN convert.to=authors convert.folder=FOLDER",
-    **dict.fromkeys(("sample", "complete", "inference", "infer", "chat"), 'tost generate RUN "PROMPT"'),
-    **dict.fromkeys(("pretrain", "resume"), "tost train CONFIG"),
-    **dict.fromkeys(("finetune", "fine-tune", "extend"), "tost train CONFIG train.initial_weights=RUN"),
-    "tokenize": "tost prepare shards CONFIG",
-    **dict.fromkeys(("estimate", "memory"), "tost plan CONFIG"),
-}
-"""Commands to type, by words for them that are no commands. RUN, CONFIG, FOLDER and PROMPT stand for the user's own."""
 HELP = ("--help", "-h")
 
 
@@ -106,9 +85,7 @@ def refuse(command: str) -> NoReturn:
     from tost_lm.config import EXIT_BAD_INPUT
 
     fix = "run tost --help"
-    if meant := SYNONYMS.get(command.split()[-1].lower().replace("_", "-")):
-        fix = f"write {meant}"
-    elif near := get_close_matches(command, [*MODULES, "prepare", "eval"], n=1):
+    if near := get_close_matches(command, [*MODULES, "prepare", "eval"], n=1):
         fix = f"did you mean tost {near[0]}? {fix}"
     print(f"error: unknown command: tost {command}; {fix}", file=sys.stderr)
     sys.exit(EXIT_BAD_INPUT)

@@ -46,7 +46,7 @@ def partitions_on_ray(config: DataPrepConfig) -> list[Shards]:
     build = ray.remote(num_cpus=workers, max_retries=RETRIES, retry_exceptions=[BusyError])(_build)
     try:
         waiting = [build.remote(config, (number, count), workers, Path.cwd()) for number in range(count)]
-        with Progress("tokenizing", " partitions") as bar:
+        with Progress("tokenizing", "partitions") as bar:
             while waiting:
                 done, waiting = ray.wait(waiting)
                 ray.get(done)

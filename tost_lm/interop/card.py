@@ -94,9 +94,9 @@ def model_card(
         title = f"{training.settings['run']['name']}, step {training.progress.step}"
     sections = [
         f"# {escape(redact_text(title))}\n\nA causal language model in the format of {library}.",
-        f"## Model\n\n{_properties(_model_rows(folder, model))}",
+        f"## Model\n\n{properties(model_rows(folder, model))}",
         _section("Origin", _origin_rows(folder)),
-        _section("Training", _training_rows(training) if training else []),
+        _section("Training", _rows_of(training) if training else []),
         _results(validation, measured, evaluations),
         f"## Usage\n\nRun in the folder of this file:\n\n```python\n{usage}```",
         "## Limits\n\n" + "\n".join(f"- {line}" for line in _limits(model, training, bool(validation))),
@@ -128,14 +128,16 @@ def _front_matter(model: ModelConfig, library: str) -> str:
 
 
 def _section(title: str, rows: Rows) -> str:
-    return f"## {title}\n\n{_properties(rows)}" if rows else ""
+    return f"## {title}\n\n{properties(rows)}" if rows else ""
 
 
-def _properties(rows: Rows) -> str:
+def properties(rows: Rows) -> str:
+    """A table of names and values, without secrets."""
     return table(("property", "value"), [(name, redact_text(value)) for name, value in rows])
 
 
-def _model_rows(folder: Path, model: ModelConfig) -> Rows:
+def model_rows(folder: Path, model: ModelConfig) -> Rows:
+    """The shape of the model in a checkpoint folder, and its tokenizer."""
     count, tokenizer = parameters(model), find_tokenizer(folder)
     return [
         ("layers", model.layer_kinds),
@@ -162,7 +164,13 @@ def _origin_rows(folder: Path) -> Rows:
     return rows
 
 
-def _training_rows(training: _Training) -> Rows:
+def training_rows(folder: Path, run: Path | None) -> Rows:
+    """The record of the run that wrote a checkpoint folder; nothing if there is none. Raises as `model_card`."""
+    training = _read_training(folder, run)
+    return _rows_of(training) if training else []
+
+
+def _rows_of(training: _Training) -> Rows:
     train, progress = training.settings["train"], training.progress
     planned = progress.stages[-1].settings["train"]["steps"]
     rows = [

@@ -1,20 +1,16 @@
 """Loading of models and tokenizers: ours, the released code's, and those of the Hugging Face library."""
 
-import json
-import pickle
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tost_lm.checkpointing.format import MANIFEST
 from tost_lm.checkpointing.reading import load as load_ours
 from tost_lm.checkpointing.run_folder import find_checkpoint
-from tost_lm.data.tokenizers import TOKENIZER_FILES, CharacterTokenizer, Tokenizer, find_tokenizer, read_tokenizer
+from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import SOURCES_SHA256, gpt2_tokenizer
 from tost_lm.errors import CheckpointError, DataError
-from tost_lm.files import regular_file
 from tost_lm.interop import MODULES
 from tost_lm.interop.gpt2 import CONFIG, read_settings
 from tost_lm.interop.interface import ForeignFormat
@@ -83,38 +79,13 @@ def read_tokenizer_folder(folder: Path) -> Tokenizer:
     """The tokenizer in `convert.tokenizer`.
 
     Raises:
-        DataError: it is missing or damaged, or meta.pkl holds anything but plain tables.
+        DataError: it is missing or damaged.
     """
-    if (folder / "meta.pkl").is_file():
-        return _read_characters(folder / "meta.pkl")
     if any((folder / name).is_file() for name in TOKENIZER_FILES):
         return read_tokenizer(find_tokenizer(folder))
     if any((folder / name).is_file() for name in SOURCES_SHA256):
         return gpt2_tokenizer(folder, "convert.tokenizer")
     raise DataError(
-        f"convert.tokenizer {folder}: no tokenizer; give a folder with encoder.json and vocab.bpe (GPT-2), "
-        f"{', '.join(TOKENIZER_FILES)} or meta.pkl (a character-level run)"
+        f"convert.tokenizer {folder}: no tokenizer; give a folder with encoder.json and vocab.bpe (GPT-2) "
+        f"or one of {', '.join(TOKENIZER_FILES)}"
     )
-
-
-def _read_characters(path: Path) -> CharacterTokenizer:
-    """The characters of a meta.pkl: {"itos": {id: character}, …}."""
-    try:
-        with regular_file(path).open("rb") as file:
-            names: Any = _PlainUnpickler(file).load()["itos"]
-        characters = [names[i] for i in range(len(names))]
-        if any(len(character) != 1 for character in characters):
-            raise ValueError
-        return CharacterTokenizer(json.dumps("".join(characters)).encode())
-    except Exception as error:  # a broken pickle raises errors of many types
-        reason = str(error) if isinstance(error, pickle.UnpicklingError) else "no table itos from ids to characters"
-        raise DataError(
-            f"convert.tokenizer {path}: refused: {reason}; give the meta.pkl of a character-level run"
-        ) from None
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, lists, strings and numbers; nothing is imported or called."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        raise pickle.UnpicklingError(f"it would call {module_name}.{global_name}")

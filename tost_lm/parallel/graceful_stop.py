@@ -146,12 +146,11 @@ def terminable(main: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         sys.unraisablehook = _raise_soon
         try:
             return main(path, config)
-        except BaseException as error:
-            # Compiled code (numba) turns what a handler raised within it into a SystemError.
-            if Terminated not in (type(error), type(error.__cause__)):
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of the launcher, when another rank has reported it
-                raise
+        except Terminated:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        except BaseException:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of the launcher, when another rank has reported the error
+            raise
         # After the exception is gone: its traceback holds process groups, whose threads must end before Python.
         if os.environ.get("RANK", "0") == "0":
             print("terminated by SIGTERM; run the same command again to resume", file=sys.stderr)

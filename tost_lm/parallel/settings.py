@@ -1,8 +1,8 @@
 """Settings of the launcher and of parallel layouts, and obstacles to a layout."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import Field, model_validator
 
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
@@ -19,26 +19,15 @@ class LaunchConfig(Section):
 class LayoutConfig(Section):
     """Ranks that hold one copy of the model."""
 
-    exclusive: ClassVar = (("sequence", "context"),)
-
     tensor: int = Field(default=1, gt=0)
     """Tensor ranks, which split heads, MLP and vocabulary. Megatron's own "sequence parallelism" between them is always on."""
-    sequence: int = Field(default=1, gt=0, validation_alias=AliasChoices("sequence", "context"))
-    """Sequence ranks, which split the tokens of each sequence. Megatron and torchtitan call this context parallelism, and `parallel.context` is accepted for it."""
+    sequence: int = Field(default=1, gt=0)
+    """Sequence ranks, which split the tokens of each sequence. Megatron and torchtitan call this context parallelism."""
 
     @property
     def model_ranks(self) -> int:
         """Ranks that hold one copy of the model."""
         return self.tensor * self.sequence
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_one_name(cls, values: Any) -> Any:
-        if isinstance(values, dict) and {"sequence", "context"} <= values.keys():
-            raise ValueError(
-                "parallel.sequence and parallel.context are two names of one setting, and both are set; remove one"
-            )
-        return values
 
 
 class ParallelConfig(LayoutConfig):

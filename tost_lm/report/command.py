@@ -3,14 +3,13 @@
     tost report runs/demo
 
 Writes report.html (one self-contained page) and report.md with training, validation and all evaluation results. Each
-figure is in eval/report/ as PNG, PDF and CSV, some also as a LaTeX table; report.wandb=true logs them to wandb. For an
-evaluation without results, the report has the command that runs it. The branches of a run are compared with it. A
-model folder works like a run folder.
+figure is in eval/report/ as PNG, PDF and CSV. For an evaluation without results, the report has the command that runs
+it. A model folder works like a run folder.
 
     tost report runs/small-seed0 runs/small-seed1 runs/large
 
-Compares several runs. Runs that differ only in the seed form a group, shown as mean ± standard error. The report is
-written to report.folder.
+Compares several runs, for example a run and its branches. Runs that differ only in the seed form a group, shown as mean
+± standard error. The report is written to report.folder.
 """
 
 from pathlib import Path
@@ -25,9 +24,9 @@ def main(paths: list[Path], config: ReportConfig) -> None:
     from tost_lm.report import write_comparison, write_report
 
     if len(paths) > 1:
-        written = write_comparison(paths, config.report.folder_for(paths), to_wandb=config.report.wandb)
+        written = write_comparison(paths, config.report.folder_for(paths))
     elif config.report.folder is None:
-        written = write_report(paths[0], to_wandb=config.report.wandb)
+        written = write_report(paths[0])
     else:
         raise ConfigError(f"report.folder needs several runs: {paths[0]}; leave it out or add runs")
     print(f"wrote {written}")

@@ -4,7 +4,6 @@ seed, with means and standard errors over the runs of a group.
 In figures of several runs, the mean of each group has a band of one standard error.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,6 @@ from tost_lm.checkpointing.run_folder import read_record
 from tost_lm.config import leaves, read_toml
 from tost_lm.data.stages import StageRecord, tokens_of
 from tost_lm.errors import ConfigError
-from tost_lm.files import regular_file
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.page import POSITION, Chart, column, line_data, marker, new_figure, position_axis, step_axis
 from tost_lm.redaction import redact_text
@@ -32,7 +30,6 @@ class RunRecord(EvaluatedModel):
     """Settings and records of a run folder."""
 
     config: dict[str, Any]
-    environment: dict[str, Any]
     metrics: list[dict[str, Any]]
     validation: list[dict[str, Any]]
     events: list[dict[str, Any]]
@@ -47,26 +44,10 @@ class RunRecord(EvaluatedModel):
         return cls(
             folder=folder,
             config=read_toml(folder / "config.toml"),
-            environment=_read_json(folder / "env.json") or {},
             metrics=read_record(folder / "metrics.jsonl"),
             validation=read_record(folder / "validation.jsonl"),
             events=read_record(folder / "events.jsonl"),
         )
-
-    @property
-    def branch(self) -> dict[str, Any] | None:
-        """The event with which this run started as a branch; None: it is no branch."""
-        return _branched(self.events)
-
-    def branches(self) -> list["RunRecord"]:
-        """The runs beside this one that branched from its checkpoints, in the order of their steps and names."""
-        here = self.folder.resolve()
-        found = []
-        for path in here.parent.glob("*/events.jsonl"):
-            event = _branched(read_record(path))
-            if event and Path(event["folder"]).parts[-3:-1] == (here.name, "checkpoints"):
-                found.append((event["step"], path.parent.name, self.folder.parent / path.parent.name))
-        return [RunRecord.read(folder) for *_, folder in sorted(found)]
 
     @property
     def needs_shards(self) -> bool:
@@ -97,19 +78,6 @@ class RunRecord(EvaluatedModel):
 def is_export(folder: Path) -> bool:
     """Whether `folder` is a checkpoint outside of a run. Raises CheckpointError if it is damaged."""
     return (folder / MANIFEST).is_file() and EvaluatedCheckpoint.find(folder).home == folder
-
-
-def _branched(events: list[dict[str, Any]]) -> dict[str, Any] | None:
-    return next((event for event in reversed(events) if event["event"] == "branched"), None)
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(regular_file(path).read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        raise ConfigError(f"damaged JSON: {path}; remove the file and run the program that writes it again") from None
 
 
 IGNORED = {"validation", "parallel", "checkpoint", "run", "train.micro_batch_size", "data.workers"}

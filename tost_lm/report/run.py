@@ -1,16 +1,12 @@
 """Sections of the report of one run or model folder."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from tost_lm.checkpointing.format import MANIFEST, read_entries
-from tost_lm.config import validate
-from tost_lm.data.stages import steps_of, tokens_of
-from tost_lm.errors import DataError
+from tost_lm.checkpointing.format import MANIFEST, read_entries, read_model_config
 from tost_lm.files import sha256_file
 from tost_lm.inference.evaluated import SAMPLE
+from tost_lm.interop.card import model_rows, properties, training_rows
 from tost_lm.markdown import escape, fenced, table
-from tost_lm.model import ModelConfig
 from tost_lm.page import Page
 from tost_lm.redaction import redact_text
 from tost_lm.report import training
@@ -28,14 +24,12 @@ def run_sections(run: RunRecord, page: Page) -> Iterator[str]:
     sections = list(evaluations(run, page))
     yield from (section for section in sections if MISSING not in section)
     yield training.losses(run, page)
-    yield training.branches(run, page)
     yield training.positions(run, page)
     yield training.optimizer(run, page)
     yield training.throughput(run)
     yield training.events(run)
     yield from (section for section in sections if MISSING in section)
     yield overview(run)
-    yield software(run)
     yield files(run, page)
 
 
@@ -55,62 +49,12 @@ def evaluations(run: EvaluatedModel, page: Page) -> Iterator[str]:
 
 
 def overview(run: RunRecord) -> str:
-    """Model, data and amount of training."""
-    train = run.config["train"]
-    model = validate(ModelConfig, run.config["model"], where=str(run.folder / "config.toml"))
-    limit = model.position_limit
-    rows = [
-        ("layers", model.layer_kinds),
-        ("shape", f"{model.layers} layers, {model.heads} heads, width {model.width}"),
-        ("vocabulary size", f"{model.vocab_size:,}"),
-        ("maximum length", "unlimited" if limit is None else f"{limit:,} positions"),
-        ("parameters", f"{run.parameters:,} without learned positions"),
-        ("data", _data(run)),
-        ("steps", f"{run.step:,} of {train['steps']:,}"),
-        ("training tokens", f"{run.tokens:,}"),
-    ]
-    earlier = 0
-    if branch := run.branch:
-        earlier = tokens_of(run.stages, branch["step"])
-        rows.append(("branch of", f"{branch['folder']}, data {branch['data']}"))
+    """Model, data and training, as the model card has them."""
+    checkpoint = run.evaluated.checkpoint
+    rows = [*model_rows(checkpoint, read_model_config(checkpoint)), *training_rows(checkpoint, run.folder)]
     if run.metrics:
-        seconds = run.metrics[-1]["seconds"]
-        tokens = run.metrics[-1]["tokens"] - earlier
-        rows.append(("training time", f"{seconds:,.0f} s"))
-        rows.append(("mean throughput", f"{tokens / seconds:,.0f} tokens/s"))
-    shown = [(name, redact_text(value)) for name, value in rows]
-    return f"## Overview\n\n{table(('property', 'value'), shown)}{_stages(run)}"
-
-
-def _stages(run: RunRecord) -> str:
-    """A table of the stages; nothing for a run of one."""
-    if len(run.stages) < 2:
-        return ""
-    names = ("stage", "steps", "tokens", "sequence", "batch", "packing", "data")
-    rows = [
-        (
-            stage.name + ("" if stage.rewound_from is None else f" (rewound from step {stage.rewound_from:,})"),
-            f"{stage.first_step + 1:,} to {stage.first_step + steps:,}",
-            f"{steps * stage.batch_tokens:,}",
-            f"{stage.seq_len:,}",
-            f"{stage.global_batch_size:,}",
-            stage.packing,
-            redact_text(", ".join(f"{source.weight:.1%} {source.folder}" for source in stage.sources)),
-        )
-        for stage, steps in steps_of(run.stages, run.step)
-    ]
-    return f"\n\n{table(names, rows)}"
-
-
-def software(run: RunRecord) -> str:
-    """Contents of env.json."""
-    rows = []
-    for key, value in run.environment.items():
-        for name, inner in value.items() if isinstance(value, dict) else [("", value)]:
-            text = " ".join(map(str, inner)) if isinstance(inner, list) else inner
-            rows.append((f"{key} {name}".strip(), "–" if text is None else str(text)))
-    listed = table(("property", "value"), rows) if rows else "The run folder has no env.json."
-    return f"## Software and machine\n\n{listed}"
+        rows.append(("training time", f"{run.metrics[-1]['seconds']:,.0f} s"))
+    return f"## Overview\n\n{properties(rows)}"
 
 
 def files(run: EvaluatedModel, page: Page) -> str:
@@ -160,25 +104,4 @@ def _smoke_notice(run: RunRecord) -> str:
         f"> This is a smoke run, not a benchmark. It has {run.tokens:,} training tokens for {run.parameters:,} "
         f"parameters: {ratio:.2g} tokens per parameter. About {ENOUGH_TOKENS_PER_PARAMETER} are usual (arXiv "
         "2203.15556). The results show that the programs work, not how good the model can be."
-    )
-
-
-def _data(run: RunRecord) -> str:
-    data = run.config["data"]
-    if "mixture" not in data:
-        return _shards(data["folder"])
-    total = sum(data["mixture"].values())
-    return ". ".join(f"{weight / total:.1%} {_shards(name)}" for name, weight in data["mixture"].items())
-
-
-def _shards(folder: str) -> str:
-    from tost_lm.data.shards import Shards
-
-    try:
-        splits = Shards.open(Path(folder)).manifest["splits"]
-    except DataError:
-        return f"{folder} (missing or changed)"
-    return f"{folder}: " + "; ".join(
-        f"{name} {split['documents']:,} documents, {split['tokens']:,} tokens, {split['bytes']:,} bytes"
-        for name, split in splits.items()
     )

@@ -15,8 +15,6 @@ class PagesConfig(Section):
 
     folder: Path | None = None
     """Folder of a report of several runs; default: reports/A-B-C with the names of the run folders, or reports/A-and-9-more. The report of one run is in its folder."""
-    wandb: bool = False
-    """Log each figure as an image and a table to a separate wandb run, offline unless WANDB_MODE is set."""
 
     def folder_for(self, runs: Sequence[Path]) -> Path:
         names = [run.resolve().name for run in runs]

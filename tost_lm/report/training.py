@@ -1,4 +1,4 @@
-"""Report sections and figures about the training of a run: losses, branches, optimizer, throughput, events."""
+"""Report sections and figures about the training of a run: losses, optimizer, throughput, events."""
 
 import math
 from collections.abc import Sequence
@@ -25,8 +25,7 @@ from tost_lm.page import (
     shade,
     step_axis,
 )
-from tost_lm.redaction import redact_text
-from tost_lm.report.record import RunRecord, mean_curve, step_chart
+from tost_lm.report.record import RunRecord
 from tost_lm.tasks.sections import missing_line
 
 EVENTS = {"skipped": "skipped step", "resumed": "resumed", "stopped": "stopped early"}
@@ -116,61 +115,6 @@ def _details(event: dict[str, Any]) -> str:
 
 def _nats(loss: float | None) -> str:
     return "NaN" if loss is None else f"{loss:.4f} nats per token"
-
-
-BRANCH_HEADER = (
-    "run",
-    "branches after step",
-    "steps",
-    "schedule",
-    "data",
-    "last training loss",
-    "last validation loss",
-)
-
-
-def branches(trunk: RunRecord, page: Page) -> str:
-    """The run and its branches with their losses; empty if it has none."""
-    if not (found := trunk.branches()):
-        return ""
-    runs = {run.folder.resolve().name: run for run in (trunk, *found)}
-    paragraphs = ["## Branches", table(BRANCH_HEADER, [_cells_of_branch(name, run) for name, run in runs.items()])]
-    kind = "validation" if all(run.validation for run in runs.values()) else "training"
-    rows = {name: run.validation if kind == "validation" else run.metrics for name, run in runs.items()}
-    if curves := {name: mean_curve([logged], "loss") for name, logged in rows.items() if logged}:
-        chart = step_chart(curves, f"{kind} loss")
-        paragraphs.append(page.add_figure("branches", chart, f"Loss of the run and its branches by step ({kind})"))
-    return "\n\n".join(paragraphs)
-
-
-def _cells_of_branch(name: str, run: RunRecord) -> tuple[str, ...]:
-    optim = run.config.get("optim", {})
-    schedule = optim.get("schedule", "cosine")
-    if "decay_steps" in optim:
-        schedule += f", the last {optim['decay_steps']:,} steps decay"
-    branch = run.branch
-    last = run.metrics[-1]["step"] if run.metrics else 0
-    return (
-        name,
-        f"{branch['step']:,}" if branch else "–",
-        f"{last:,} of {run.config['train']['steps']:,}",
-        schedule,
-        redact_text(f"{_shards(run)}, {branch['data']}" if branch else _shards(run)),
-        *[_last_loss(rows) for rows in (run.metrics, run.validation)],
-    )
-
-
-def _shards(run: RunRecord) -> str:
-    data = run.config["data"]
-    weights = data.get("mixture", {})
-    return data["folder"] if not weights else ", ".join(f"{weight:g} × {folder}" for folder, weight in weights.items())
-
-
-def _last_loss(rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        return "–"
-    loss = rows[-1]["loss"]
-    return "NaN" if loss is None else f"{loss:.4f}"
 
 
 EARLIER_MEASUREMENTS = 3

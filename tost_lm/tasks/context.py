@@ -187,10 +187,8 @@ class CountedQueries(Queries):
 CUE_TOKENS = 8
 
 
-class Copying(Queries):
-    """The cells of a length have a fixed distance between the occurrences."""
-
-    conditions = ("repeated", "control", "first")
+class TextQueries(Queries):
+    """Base class of those whose targets are tokens of a text."""
 
     def __init__(self, name: str, seed: int, tokenizer: Tokenizer, text: Text, target_tokens: int):
         self.name, self.seed, self.eot, self.text, self.room = name, seed, tokenizer.eot, text, target_tokens
@@ -199,6 +197,12 @@ class Copying(Queries):
 
     def identity(self, settings: Any) -> dict[str, Any]:
         return super().identity(settings) | {"target_tokens": self.room}
+
+
+class Copying(TextQueries):
+    """The cells of a length have a fixed distance between the occurrences."""
+
+    conditions = ("repeated", "control", "first")
 
     def needed(self, samples: int) -> int:
         return 2 * self.passage_tokens
@@ -223,17 +227,10 @@ class Copying(Queries):
         return make(passage, between), make(other, between), make()
 
 
-class ContextGain(Queries):
+class ContextGain(TextQueries):
     """The cells of a length show the gain from one range of distances."""
 
     conditions = ("whole", "control", "cut")
-
-    def __init__(self, name: str, seed: int, tokenizer: Tokenizer, text: Text, target_tokens: int):
-        self.name, self.seed, self.eot, self.text, self.room = name, seed, tokenizer.eot, text, target_tokens
-        self.chance = 1 / tokenizer.vocab_size
-
-    def identity(self, settings: Any) -> dict[str, Any]:
-        return super().identity(settings) | {"target_tokens": self.room}
 
     def lengths(self, settings: Any, model: "ModelFacts") -> list[int]:
         """Lengths as in `Queries.lengths`; by default without lengths for which the text has no two documents.
@@ -479,7 +476,7 @@ def _table(task: GridTask, cells: list[dict[str, Any]]) -> str:
     return table(header, rows)
 
 
-def _of_text(name: str, about: str, make: type[Copying] | type[ContextGain], counted: str) -> GridTask:
+def _of_text(name: str, about: str, make: type[TextQueries], counted: str) -> GridTask:
     def queries(name: str, of: Source) -> Queries:
         return make(name, of.settings.seed, of.tokenizer, of.text, of.settings.target_tokens)
 

@@ -1,4 +1,4 @@
-"""The score on held-out text beside byte n-gram baselines: every token of every document predicted exactly once.
+"""The score on held-out text: every token of every document predicted exactly once.
 
 A held-out document is read as [EOT] + its tokens, in disjoint windows. The first input of a window is the last token of
 the window before it. EOT is only an input and is not scored.
@@ -20,19 +20,17 @@ from tost_lm.errors import ConfigError
 from tost_lm.files import write_rows
 from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.requests import bootstrap_error, disjoint_windows, rates
-from tost_lm.markdown import escape, table
+from tost_lm.markdown import escape, table, with_error
 from tost_lm.page import Page
-from tost_lm.tasks.ngrams import BASELINES, ByteNgrams, first_bytes
 from tost_lm.tasks.scored import window_of
 from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, missing_line
-from tost_lm.tasks.table import OWN_TEXT, TableRow, in_words, shown_result
+from tost_lm.tasks.table import NOTHING, OWN_TEXT, TableRow, in_words, shown_result
 from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
 
 if TYPE_CHECKING:
     from tost_lm.inference.generation import LanguageModel
 
 NAME = "heldout@bpb"
-ENOUGH_DOCUMENTS = 10
 
 
 class HeldoutConfig(Section):
@@ -42,14 +40,12 @@ class HeldoutConfig(Section):
     """Shard folder whose `valid` split is used; empty: the training shards of the run."""
     max_documents: int = Field(default=0, ge=0)
     """Number of held-out documents that heldout@bpb scores, from the first on; 0: all."""
-    baseline_bytes: int = Field(default=100_000_000, gt=0)
-    """Maximum bytes of the training text that the byte n-gram baselines of heldout@bpb are trained on."""
 
 
 class Heldout(Task):
     """Beside results.json it writes documents.jsonl, a line for each document."""
 
-    name, about = NAME, "bits per byte of the held-out documents, with byte n-gram baselines"
+    name, about = NAME, "bits per byte of the held-out documents"
     headline, column = "bits_per_byte", ("held-out bits per byte", ".4f")
 
     def open(self, evaluation: Evaluation, family: Family) -> Measurement:
@@ -70,35 +66,24 @@ class Heldout(Task):
     ) -> Callable[[], Row]:
         tokenizer, model = shards.tokenizer(), evaluation.model
         documents = list(islice(shards.documents("valid"), settings.max_documents or None))
-        texts = [tokenizer.decode(tokens.tolist()).encode() for tokens in documents]
+        sizes = [len(tokenizer.decode(tokens.tolist()).encode()) for tokens in documents]
         print(f"scoring {len(documents):,} held-out documents, {sum(map(len, documents)):,} tokens", flush=True)
         window = window_of(model.config, windows.window_tokens)
-        sizes = [len(text) for text in texts]
         scores = score_documents(model, documents, sizes, tokenizer.eot, window, windows.batch_tokens, evaluation.ranks)
 
         def finish() -> Row:
             totals = scores.totals()
-            print("counting byte n-grams of the training text", flush=True)
-            ngrams = ByteNgrams(first_bytes(map(str.encode, shards.texts("train")), settings.baseline_bytes))
-            baselines = [scores.against(name, bits) for name, bits in zip(BASELINES, ngrams.bits(texts), strict=True)]
             write_rows(evaluation.folder(NAME) / "documents.jsonl", scores.rows())
             print(
                 f"{totals['bits_per_byte']:.4f} ± {totals['bits_per_byte_standard_error']:.4f} bits/byte, "
                 f"{totals['nats_per_token']:.4f} nats/token, perplexity {totals['perplexity_per_token']:,.2f} over "
                 f"{totals['documents']} documents, {totals['bytes']:,} bytes"
             )
-            for row in baselines:
-                print(
-                    f"{row['bits_per_byte']:.4f} bits/byte  {row['name']} from {ngrams.bytes:,} bytes of the training "
-                    "text"
-                )
             return {
                 "model": totals,
                 "headline": self.headline,
                 "window_tokens": window,
                 "heldout_documents": shards.manifest["splits"]["valid"]["documents"],
-                "baselines": baselines,
-                "baseline_training_bytes": ngrams.bytes,
             }
 
         return finish
@@ -111,11 +96,9 @@ class Heldout(Task):
 
     def table_rows(self, results: Row) -> Iterator[TableRow]:
         totals, key = results["model"], self.headline
-        best = min(results["baselines"], key=lambda baseline: baseline[key])
-        reference = f"{best['name']} {best[key]:.4f}"
         result, examples = shown_result(key, totals, totals["documents"]), f"{totals['documents']:,}"
         length = f"{results['window_tokens']:,}"
-        yield TableRow(self.name, in_words(key), result, reference, examples, length, comparable=OWN_TEXT)
+        yield TableRow(self.name, in_words(key), result, NOTHING, examples, length, comparable=OWN_TEXT)
 
 
 @dataclass(frozen=True)
@@ -132,19 +115,6 @@ class DocumentScores:
             "documents": len(self.nats),
             **rates(float(self.nats.sum()), int(self.tokens.sum()), int(self.bytes.sum())),
             "bits_per_byte_standard_error": bootstrap_error(self.nats / math.log(2), self.bytes),
-        }
-
-    def against(self, name: str, baseline_bits: np.ndarray) -> dict[str, Any]:
-        """Bits per byte of a baseline (`baseline_bits`: of each document), and by how much the model's are lower.
-
-        The difference has its own standard error, since the same documents are hard for both.
-        """
-        advantage = baseline_bits - self.nats / math.log(2)
-        return {
-            "name": name,
-            "bits_per_byte": float(baseline_bits.sum() / self.bytes.sum()),
-            "model_lower_by": float(advantage.sum() / self.bytes.sum()),
-            "model_lower_by_standard_error": bootstrap_error(advantage, self.bytes),
         }
 
     def rows(self) -> list[Row]:
@@ -182,42 +152,22 @@ def score_documents(
 
 
 def section(run: EvaluatedModel, page: Page) -> str:
-    """Held-out scores of the model and of the n-gram baselines."""
+    """Held-out scores of the model."""
     results, command = run.results(NAME), run.command("heldout")
     if results is None:
         return f"## Held-out text\n\n{missing_line(command)}"
-    model, baselines = results["model"], results["baselines"]
-    own = f"{model['bits_per_byte']:.4f} ± {model['bits_per_byte_standard_error']:.4f}"
-    rows = [("trained model", f"{model['nats_per_token']:.4f}", f"{model['perplexity_per_token']:,.2f}", own, "")]
-    for row in baselines:
-        lower = f"{row['model_lower_by']:+.4f} ± {row['model_lower_by_standard_error']:.4f}"
-        rows.append((row["name"], "–", "–", f"{row['bits_per_byte']:.4f}", lower))
+    model = results["model"]
+    bits = with_error(model["bits_per_byte"], model["bits_per_byte_standard_error"], ".4f")
+    row = (f"{model['nats_per_token']:.4f}", f"{model['perplexity_per_token']:,.2f}", bits)
     return "\n\n".join([
         f"## Held-out text ({escape(NAME)})",
         checkpoint_line(run, results, command),
-        table(("model", "nats per token", "perplexity per token", "bits per byte", "difference"), rows),
-        _compare_with_baselines(baselines, model["documents"]),
+        table(("nats per token", "perplexity per token", "bits per byte"), [row]),
         f"{model['documents']:,} of {results['heldout_documents']:,} held-out documents, "
         f"{model['tokens']:,} tokens, {model['bytes']:,} bytes, in windows of {results['window_tokens']:,} tokens. "
         "Each token is predicted once; end-of-text tokens do not count. ± is the bootstrap standard error over "
-        "documents. The difference is baseline − model, in bits per byte. The baselines (Witten-Bell interpolation) "
-        f"are trained on {results['baseline_training_bytes']:,} bytes of the training text and scored on the same "
         "documents.",
     ])  # fmt: skip
-
-
-def _compare_with_baselines(baselines: Sequence[dict[str, Any]], documents: int) -> str:
-    """The baselines that are worse or better than the model by more than two standard errors of the difference."""
-    if documents < ENOUGH_DOCUMENTS:
-        return f"{documents} documents are too few for a standard error, so the difference allows no conclusion."
-    better, similar, worse = "better than", "not significantly different from", "worse than"
-    groups: dict[str, list[str]] = {better: [], similar: [], worse: []}
-    for row in baselines:
-        significant = abs(row["model_lower_by"]) > 2 * row["model_lower_by_standard_error"]
-        verdict = (better if row["model_lower_by"] > 0 else worse) if significant else similar
-        groups[verdict].append(f"the {escape(row['name'])}")
-    verdicts = [f"{verdict} {' and '.join(names)}" for verdict, names in groups.items() if names]
-    return f"In bits per byte the model is {', '.join(verdicts)} (two standard errors)."
 
 
 FAMILY = Family("heldout", [Heldout()], HeldoutConfig, section)

@@ -12,7 +12,7 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.markdown import escape, table
 from tost_lm.mixers.facts import Load
 from tost_lm.model.config import ModelConfig
-from tost_lm.page import Chart, Page, draw_heatmap, new_panels, tabular
+from tost_lm.page import Chart, Page, draw_heatmap, new_panels
 from tost_lm.tasks.grid import GridConfig, GridTask, cells_by_length, mean_score
 from tost_lm.tasks.haystacks import Text, insert_needles, text_haystack
 from tost_lm.tasks.queries import Queries, Query
@@ -140,13 +140,11 @@ def needle_chart(cells: Sequence[dict[str, Any]]) -> Chart:
     depths = sorted({cell["depth"] for cell in cells})
     size = 3 + 1.5 * len(lengths), 1.6 + CELL_INCHES * len(depths)
     figure, panels = new_panels(*size, len(NEEDLE_KEYS), sharey=True)
-    percents: list[np.ndarray] = []
     image: Any = None
     for axes, (key, title) in zip(panels, NEEDLE_KEYS.items(), strict=True):
         percent_DL = np.full((len(depths), len(lengths)), np.nan)
         for cell in cells:
             percent_DL[depths.index(cell["depth"]), lengths.index(cell["length"])] = 100 * cell[key]
-        percents.append(percent_DL)
         image = draw_heatmap(axes, percent_DL, lengths, [f"{depth:g}" for depth in depths])
         axes.set_title(title)
     panels[0].set_ylabel("needle depth (0–1)")
@@ -157,16 +155,7 @@ def needle_chart(cells: Sequence[dict[str, Any]]) -> Chart:
         *[f"choice accuracy, {name} (%)" for name in NEEDLE_KEYS.values()],
     ]
     rows = [[c["length"], c["depth"], *[100 * c[key] for key in NEEDLE_KEYS]] for c in cells]
-    latex_rows = [
-        (f"{depth:g}", *[f"{_percent(a)} ({_percent(b)})" for a, b in zip(*both, strict=True)])
-        for depth, *both in zip(depths, *percents, strict=True)
-    ]
-    latex = tabular(("depth", *[f"{length:,} tokens" for length in lengths]), latex_rows)
-    return Chart(figure, header, rows, latex)
-
-
-def _percent(value: float) -> str:
-    return f"{value:.1f}%" if np.isfinite(value) else "–"
+    return Chart(figure, header, rows)
 
 
 FAMILY = Family(

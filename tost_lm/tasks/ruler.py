@@ -12,7 +12,7 @@ import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.markdown import escape, format_chance, table
-from tost_lm.page import Chart, Page, draw_heatmap, new_figure, tabular
+from tost_lm.page import Chart, Page, draw_heatmap, new_figure
 from tost_lm.tasks.grid import GridConfig, GridTask, Source
 from tost_lm.tasks.haystacks import (
     LONGEST_KEY,
@@ -431,19 +431,12 @@ def _by_length(found: Mapping[str, dict[str, Any]], shown: Callable[[dict[str, A
 
 
 def tasks_chart(found: Mapping[str, dict[str, Any]]) -> Chart:
-    """Recall of the answers by task and length; `found` are results by task.
-
-    The LaTeX table also has the chance level and, in parentheses, the control.
-    """
+    """Recall of the answers by task and length; `found` are results by task."""
     lengths = sorted({cell["length"] for results in found.values() for cell in results["cells"]})
     percent_NL = np.full((len(found), len(lengths)), np.nan)
-    table = []
-    for row, (name, results) in zip(percent_NL, found.items(), strict=True):
-        texts = dict.fromkeys(lengths, "–")
+    for row, results in zip(percent_NL, found.values(), strict=True):
         for cell in results["cells"]:
             row[lengths.index(cell["length"])] = 100 * cell["found_share"]
-            texts[cell["length"]] = f"{cell['found_share']:.1%} ({cell['control_found_share']:.1%})"
-        table.append((name, format_chance(results["chance"]), *texts.values()))
     names = [name.split("@")[0] for name in found]
     figure, axes = new_figure(3.6 + 0.9 * len(lengths), 1.4 + 0.4 * len(names))
     figure.colorbar(draw_heatmap(axes, percent_NL, lengths, names), ax=axes, label="recall (%)")
@@ -459,8 +452,7 @@ def tasks_chart(found: Mapping[str, dict[str, Any]]) -> Chart:
         ]
         for name, results in found.items() for cell in results["cells"]
     ]  # fmt: skip
-    latex = tabular(("task", "chance", *[f"{length:,} tokens" for length in lengths]), table)
-    return Chart(figure, header, rows, latex)
+    return Chart(figure, header, rows)
 
 
 def _niah(name: str, about: str, form: Form) -> GridTask:

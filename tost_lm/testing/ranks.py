@@ -27,7 +27,6 @@ PRELOADED = [
     "tost_lm.parallel.mesh",
     "megatron.core.parallel_state",
     "megatron.core.tensor_parallel",
-    "tost_lm.mixers.tssa.numba_phases",
 ]
 
 

@@ -1,6 +1,5 @@
 """benchmarks.gpu, all of it with small sizes on the CPU, and the plan that takes its constants from the results."""
 
-import fcntl
 import json
 import os
 import signal
@@ -14,12 +13,11 @@ import psutil
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu_parts import by_class
 from benchmarks.gpu_ranks import LAYOUTS
 from benchmarks.gpu_settings import PARTS, GpuBenchmarkConfig
 from benchmarks.gpu_two_ranks import compared
 from benchmarks.measure import CHECKOUT, read_cells
-from tost_lm.config import load_config, validate
+from tost_lm.config import load_config
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.pretrain.plan.settings import PlanConfig, results_file
 
@@ -83,98 +81,12 @@ def test_without_other_packages_steps_are_measured_in_a_plain_loop(tmp_path: Pat
     assert ranks["failed"] == "not tried: deepspeed is not installed"
 
 
-HANGING = """
-import fcntl, subprocess, time
-from pathlib import Path
-
-def test_that_hangs():
-    held = open({held!r}, "w")
-    fcntl.flock(held, fcntl.LOCK_EX)
-    subprocess.Popen(["sleep", "1000"], pass_fds=[held.fileno()])
-    Path({began!r}).touch()
-    time.sleep(1000)
-"""
-
-
-@pytest.fixture
-def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A file that exists once the operator's tests hang, and one that they and a process of theirs have locked."""
-    monkeypatch.chdir(tmp_path)
-    began, held, test = tmp_path / "began", tmp_path / "held", tmp_path / "test_hanging.py"
-    test.write_text(HANGING.format(held=str(held), began=str(began)))
-    monkeypatch.setenv("PYTEST_ADDOPTS", str(test))
-    gpu.OUTPUTS.mkdir(parents=True)
-    return began, held
-
-
-def assert_ended_and_stored(held: Path) -> None:
-    with held.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # waits for each process that has it
-    assert "::test_that_hangs" in gpu.output_file("tests").read_text()
-
-
-@pytest.mark.slow
-def test_a_part_over_its_limit_keeps_its_traceback(hanging: tuple[Path, Path]):
-    began, held = hanging
-    for limit_s in (16, 64, 256):  # until it is long enough for the tests to start
-        (cell,) = gpu.run_part("tests", "cpu", limit_s)
-        assert cell["failed"] == f"over {limit_s} s"
-        if began.exists():
-            break
-    assert "test_hanging.py" in cell["traceback"]  # of the hanging test
-    assert "in gpu_tests" in cell["traceback"]  # of the process that waited for it
-    assert_ended_and_stored(held)
-
-
-def test_missing_packages_are_named_with_the_way_to_bring_them():
-    done = subprocess.run(
-        [sys.executable, "-S", "-m", "benchmarks.gpu"], cwd=CHECKOUT, env={}, capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: packages are missing: torch, triton, numpy, pytest, ")
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert f"pip download -d wheels --only-binary=:all: --python-version {version} torch triton" in line
-
-
 @pytest.mark.slow
 def test_without_a_gpu_the_error_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(TostError, match=r"^gpu\.device = cuda: .*set gpu\.device=cpu"):
         gpu.main(None, GpuBenchmarkConfig())
-
-
-def test_after_its_budget_no_part_begins_and_earlier_results_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.chdir(tmp_path)
-    gpu.main(None, validate(GpuBenchmarkConfig, {"gpu": {"budget_minutes": 0.1}}, "test"))
-    assert capsys.readouterr().out.count("not begun: gpu.budget_minutes is over") == len(PARTS)
-    path = results_file("gpu", "some GPU")
-    path.parent.mkdir(exist_ok=True)
-    cells = [{"part": part, "value": "1"} for part in ("decoding", "loss", "tests")]
-    path.write_text(json.dumps({"cells": cells}))
-    assert gpu.cells_of_other_parts(path, ["tests", "device"]) == cells[:2]
-
-
-def test_each_kernel_is_counted_in_one_class():
-    names = {
-        "nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_NNN": "matrix products",
-        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>": "matrix products",
-        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash>": "attention",
-        "memberships_backward_kernel": "token mixers",
-        "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": "token mixers",
-        "triton_per_fused_native_layer_norm_0": "norms and pointwise, compiled",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "norms and pointwise",
-        "loss_kernel": "loss",
-        "Memcpy DtoH (Device -> Pinned)": "copies and fills",
-        "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "others",
-    }
-    found = by_class([(name, 2.0**n, n + 1) for n, name in enumerate(names)])
-    for name in set(names.values()):
-        numbers = [n for n, other in enumerate(names.values()) if other == name]
-        assert found[name] == (sum(2.0**n for n in numbers), sum(n + 1 for n in numbers)), name
 
 
 def test_losses_that_differ_fail():

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from hf_tokenizers import byte_level, made
 from safetensors import safe_open
 
 import tost_lm
 from tost_lm.checkpointing.format import Progress, read_model_config, write_checkpoint
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import validate
-from tost_lm.data.tokenizers.interface import CharacterTokenizer
 from tost_lm.errors import CheckpointError, TostError
 from tost_lm.model import ModelConfig, TostLM
 
@@ -37,7 +37,7 @@ def write(folder: Path, seed: int = 0, files: Mapping[str, bytes] = {}) -> TostL
         for name, content in files.items():
             (temp / name).write_bytes(content)
 
-    write_checkpoint(folder, CONFIG, model.state_dict(), CharacterTokenizer(b'"abc"'), write_files)
+    write_checkpoint(folder, CONFIG, model.state_dict(), made(byte_level()), write_files)
     return model
 
 
@@ -75,8 +75,8 @@ def test_a_loss_that_is_not_a_number_is_never_the_lowest():
 def test_one_flipped_bit_in_any_file_is_noticed_and_the_checkpoint_before_is_taken(tmp_path: Path):
     run = run_folder(tmp_path)
     names = [
-        "characters.json", "manifest.json", "model-00001-of-00001.safetensors", "model.json",
-        "model.safetensors.index.json",
+        "manifest.json", "model-00001-of-00001.safetensors", "model.json", "model.safetensors.index.json",
+        "tokenizer.hf.json",
     ]  # fmt: skip
     assert sorted(path.name for path in (run / "checkpoints/step_00000015").iterdir()) == names
     generator = random.Random(0)

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from tost_lm.config import Section, load_config, recipes
 from tost_lm.data.settings import CorpusConfig, DataPrepConfig
 from tost_lm.errors import ConfigError
-from tost_lm.inference.settings import GenerateConfig, RanksConfig
+from tost_lm.inference.settings import GenerateConfig
 from tost_lm.model.config import ModelConfig
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.plan.settings import PlanConfig
@@ -101,23 +101,6 @@ def test_none_unsets_what_may_be_unset(tmp_path: Path):
     assert problems(tmp_path, "", "sizes.low=none") == [
         "command line: sizes.low: input should be a valid integer, got 'none'"
     ]
-
-
-@pytest.mark.parametrize("kind", [ParallelConfig, RanksConfig])
-def test_context_is_another_name_of_sequence_ranks(kind: type[ParallelConfig], tmp_path: Path):
-    path = tmp_path / "some.toml"
-    path.write_text("context = 4")
-    for found in (
-        load_config(kind, path),
-        load_config(kind, None, ["context=4"]),
-        load_config(kind, None, ["sequence=4"]),
-    ):
-        assert (found.sequence, "sequence" in found.model_fields_set) == (4, True)
-    assert load_config(kind, path, ["sequence=2"]).sequence == 2  # an override replaces it under either name
-    path.write_text("context = 4\nsequence = 4")
-    with pytest.raises(ConfigError) as error:
-        load_config(kind, path)
-    assert "two names of one setting, and both are set; remove one" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,14 @@
-"""The tiny runs of all tests, and tiny float64 models with different layers."""
+"""Plugins of the experiments, and tiny float64 models with different layers."""
 
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
-from small_runs import make_model, run_folder, shards, tokenizer
 
 from tost_lm.config import validate
 from tost_lm.mixers.registry import FACTS
 from tost_lm.model import ModelConfig, TostLM
-
-__all__ = ["make_model", "run_folder", "shards", "tokenizer"]
 
 
 @pytest.fixture

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from hf_tokenizers import EOT, byte_level
+from hf_tokenizers import EOT, byte_level, made
 from public_layers import run_in_torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import tost_lm
 from tost_lm.config import find_recipe, load_config, validate
-from tost_lm.data.tokenizers import CharacterTokenizer
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.inference.hugging_face import find_evaluated
 from tost_lm.interop.llama import LLAMA
@@ -251,7 +250,7 @@ def test_a_folder_with_another_tokenizer_is_not_kept(tmp_path: Path):
     theirs.save_pretrained(tmp_path / "theirs")
     config, weights, *_ = LLAMA.read(tmp_path / "theirs")
     with pytest.raises(DataError, match=r"theirs: its tokenizer\.json is not the model's; give the folder"):
-        LLAMA.write(tmp_path / "back", config, weights, CharacterTokenizer(b'"ab"'), like=tmp_path / "theirs")
+        LLAMA.write(tmp_path / "back", config, weights, made(byte_level()), like=tmp_path / "theirs")
     assert not (tmp_path / "back").exists()
 
 
@@ -321,7 +320,7 @@ def test_a_model_of_another_form_is_not_written(tmp_path: Path):
         "preset": "delta-350m", "layers": 4, "width": 32, "heads": 2, "vocab_size": 64, "norm_after": "",
         "softmax": {"kv_heads": 2, "qk_norm": True},
     }  # fmt: skip
-    tokenizer = CharacterTokenizer(b'"ab"')
+    tokenizer = made(byte_level())
     with pytest.raises(ConfigError) as error:
         OLMO_HYBRID.write(tmp_path / "new", validate(ModelConfig, tree, "test"), {}, tokenizer)
     assert str(error.value).splitlines() == [
@@ -338,7 +337,7 @@ def test_a_small_model_of_a_recipe_is_a_public_one(recipe: str, tmp_path: Path):
     words = [f"model.{name}={size}" for name, size in sizes.items()]
     torch.manual_seed(0)
     ours = TostLM(load_config(PretrainConfig, find_recipe(Path(recipe)), words).model).eval()
-    OLMO_HYBRID.write(tmp_path / "new", ours.config, ours.state_dict(), CharacterTokenizer(b'"ab"'))
+    OLMO_HYBRID.write(tmp_path / "new", ours.config, ours.state_dict(), made(byte_level()))
     theirs, tokens_BT = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new"), torch.arange(60)[None]
     with run_theirs("OLMo-Hybrid", torch.float32):
         assert_close(ours(tokens_BT).logits, theirs(tokens_BT).logits, FLOAT32_REORDERED)

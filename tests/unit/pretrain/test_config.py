@@ -33,6 +33,13 @@ def read(folder: Path, data: str, *overrides: str) -> PretrainConfig:
     return load_config(PretrainConfig, path, overrides)
 
 
+def problem_of(folder: Path, data: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        read(folder, data, *overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
 def test_a_mixture_comes_from_a_file_or_from_the_command_line_and_reads_back(tmp_path: Path):
     expected = {Path("data/a.b/shards"): 0.7, Path("c"): 3.0}
     config = read(tmp_path, '[data.mixture]\n"data/a.b/shards" = 0.7\nc = 3\n')
@@ -52,39 +59,66 @@ def test_a_mixture_comes_from_a_file_or_from_the_command_line_and_reads_back(tmp
         ("[data.mixture]\na = 1\nb = 0\n", "data.mixture: the weight of b is 0.0; set one above 0"),
         ('[data.mixture]\n"d/a" = 1\n"./d//a/" = 2\n', "data.mixture: d/a is listed twice; give it one weight"),
         ('[data.mixture]\na = "much"\n', "data.mixture.a: "),
-        ('[data]\nfolder = "a"\npacking = "tight"\n', "data.packing: "),
-        ('[data]\nfolder = "a"\nworkers = -1\n', "data.workers: "),
-        ('[data]\nfolder = "a"\n[evaluation]\nevery = 5\n', "evaluation.every is set without evaluation.tasks"),
-        (
-            '[data]\nfolder = "a"\n[optim]\nschedule = "wsd"\ndecay_steps = 10\n',
-            "optim.decay_steps 10 and a warm-up of 0 steps are more than train.steps 9: lower optim.decay_steps",
-        ),
-        (
-            '[data]\nfolder = "a"\n[evaluation]\ntasks = ["x"]\n',
-            "evaluation.tasks is set without evaluation.every",
-        ),
     ],
 )
-def test_mistakes_are_one_line(tmp_path: Path, data: str, problem: str):
-    with pytest.raises(ConfigError) as error:
-        read(tmp_path, data)
-    assert problem in str(error.value)
-    assert "\n" not in str(error.value)
+def test_mistakes_in_the_data_are_one_line(tmp_path: Path, data: str, problem: str):
+    assert problem in problem_of(tmp_path, data)
+
+
+MUON = 'optim.kind "muon" needs whole matrices and gradients on each rank, and parallel.'
 
 
 @pytest.mark.parametrize(
-    ("override", "problem"),
+    ("words", "problem"),
     [
+        ("data.packing=tight", "data.packing: "),
+        ("data.workers=-1", "data.workers: "),
+        ("evaluation.every=5", "evaluation.every is set without evaluation.tasks"),
+        ('evaluation.tasks=["x"]', "evaluation.tasks is set without evaluation.every"),
+        (
+            "optim.schedule=wsd optim.decay_steps=10",
+            "optim.decay_steps 10 and a warm-up of 0 steps are more than train.steps 9: lower optim.decay_steps",
+        ),
         ("train.seq_len=65", "train.seq_len 65 is longer than model.max_positions"),
         ("parallel.offload=optimizer", "needs ZeRO stage 2 or higher: parallel.zero_stage 1;"),
-        ("run.profile_steps=[3, 2]", "run.profile_steps [3, 2]: give the first and the last step, counted from 1"),
+        ("run.profile_steps=[3,2]", "run.profile_steps [3, 2]: give the first and the last step, counted from 1"),
         ("model.pattern=G", "invalid model.pattern: 'G'; use the letters T (TSSA), D (gated delta rule)"),
+        ("train.tokens=7e9 train.steps=9", "train.steps and train.tokens exclude each other: set one of them"),
+        ("train.global_batch_size=1 train.batch_tokens=8", "train.global_batch_size and train.batch_tokens exclude"),
+        ("train.batch_tokens=100", "100 is not a multiple of train.seq_len 8: set train.batch_tokens=96"),
+        ("train.batch_tokens=3", "3 is not a multiple of train.seq_len 8: set train.batch_tokens=8"),
+        ("train.tokens=1.5", "train.tokens 1.5: not a whole number above 0; write it as 7000000000 or 7e9"),
+        ("train.tokens=-1", "train.tokens -1: not a whole number"),
+        ("train.batch_tokens=true", "train.batch_tokens True: not a whole number"),
+        ("train.tokens=7B", "train.tokens '7B': not a whole number"),
+        ("train.tokens=nan", "train.tokens nan: not a whole number"),
+        ("train.tokens=1e99", "train.steps: input should be less than or equal to 1099511627776"),
+        ("train.tokens=96 train.seq_len=x", "train.seq_len: input should be a valid integer, got 'x'"),
+        ("train.tokens=96 train.global_batch_size=0", "train.global_batch_size: input should be greater than 0, got 0"),
+        *(
+            (
+                f"optim.kind=muon model.heads=2 parallel.zero_stage=0 parallel.{name}={found}",
+                f'{MUON}{name} {found} divides them: set parallel.{name} = {fix} or optim.kind = "adamw"',
+            )
+            for name, found, fix in (("tensor", 2, 1), ("zero_stage", 1, 0), ("zero_stage", 3, 0))
+        ),
+        ("memory.activation_checkpointing_every=2", "no effect with memory.activation_checkpointing none: set full"),
+        (
+            "memory.activation_checkpointing=mixers train.compile=true",
+            "train.compile compiles whole blocks, and",
+        ),
+        (
+            "deepspeed.zero_optimization.stage=3",
+            "deepspeed.zero_optimization.stage would be a second parallel.zero_stage; set that",
+        ),
+        ("deepspeed.zero_optimization.round_robin_gradients=true", "zero_optimization.round_robin_gradients: not supp"),
+        ("deepspeed.zero_optimization.reduce_bucket=3", ", reduce_bucket_size, "),
+        ("deepspeed.fp16.enabled=true", "deepspeed.fp16 would be a second train.dtype; set that"),
+        ("deepspeed.autotuning={}", "deepspeed.autotuning: not supported (supported: zero_optimization); remove it"),
     ],
 )
-def test_overrides_that_do_not_fit_are_named(tmp_path: Path, override: str, problem: str):
-    with pytest.raises(ConfigError) as error:
-        read(tmp_path, '[data]\nfolder = "a"\n', override)
-    assert problem in str(error.value)
+def test_mistakes_are_one_line(tmp_path: Path, words: str, problem: str):
+    assert problem in problem_of(tmp_path, '[data]\nfolder = "a"\n', *words.split())
 
 
 @pytest.mark.parametrize(
@@ -118,30 +152,6 @@ def test_an_override_replaces_the_setting_of_the_file_that_it_excludes(tmp_path:
     assert [(one.train.steps, one.train.global_batch_size) for one in chosen] == [(15, 8), (3, 8), (30, 4), (15, 16)]
     for words in (["data.mixture.a=1"], ['data.mixture={"a" = 1}']):
         assert load_config(PretrainConfig, path, words).data.folders == {Path("a"): 1.0}
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ("train.tokens=7e9 train.steps=9", "train.steps and train.tokens exclude each other: set one of them"),
-        ("train.global_batch_size=1 train.batch_tokens=8", "train.global_batch_size and train.batch_tokens exclude"),
-        ("train.batch_tokens=100", "100 is not a multiple of train.seq_len 8: set train.batch_tokens=96"),
-        ("train.batch_tokens=3", "3 is not a multiple of train.seq_len 8: set train.batch_tokens=8"),
-        ("train.tokens=1.5", "train.tokens 1.5: not a whole number above 0; write it as 7000000000 or 7e9"),
-        ("train.tokens=-1", "train.tokens -1: not a whole number"),
-        ("train.batch_tokens=true", "train.batch_tokens True: not a whole number"),
-        ("train.tokens=7B", "train.tokens '7B': not a whole number"),
-        ("train.tokens=nan", "train.tokens nan: not a whole number"),
-        ("train.tokens=1e99", "train.steps: input should be less than or equal to 1099511627776"),
-        ("train.tokens=96 train.seq_len=x", "train.seq_len: input should be a valid integer, got 'x'"),
-        ("train.tokens=96 train.global_batch_size=0", "train.global_batch_size: input should be greater than 0, got 0"),
-    ],
-)
-def test_mistakes_in_tokens_are_one_line(tmp_path: Path, words: str, problem: str):
-    with pytest.raises(ConfigError) as error:
-        read(tmp_path, '[data]\nfolder = "d"\n', *words.split())
-    assert problem in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def changes(tmp_path: Path, data: str, *overrides: str) -> list[str]:
@@ -188,19 +198,6 @@ def test_packed_documents_of_a_micro_batch_lie_in_one_row(tmp_path: Path):
     assert read(tmp_path, '[data]\nfolder = "a"\n', "data.packing=best-fit").row_tokens == 16
 
 
-@pytest.mark.parametrize(("setting", "fix"), [("tensor 2", 1), ("zero_stage 1", 0), ("zero_stage 3", 0)])
-def test_muon_needs_whole_matrices(tmp_path: Path, setting: str, fix: int):
-    name, found = setting.split()
-    layout = {"zero_stage": "0", name: found}
-    words = ["optim.kind=muon", "model.heads=2", *(f"parallel.{key}={value}" for key, value in layout.items())]
-    with pytest.raises(ConfigError) as error:
-        read(tmp_path, '[data]\nfolder = "a"\n', *words)
-    assert str(error.value).endswith(
-        f'optim.kind "muon" needs whole matrices and gradients on each rank, and parallel.{setting} divides them: set '
-        f'parallel.{name} = {fix} or optim.kind = "adamw"'
-    )
-
-
 def test_zero_3_needs_equally_many_mlp_tiles_on_each_sequence_rank(tmp_path: Path):
     data, ranks = '[data]\nfolder = "d"\n', ("parallel.sequence=2", "parallel.zero_stage=3")
     with pytest.raises(ConfigError, match="ranks have 3 or 4 of 7 tokens, which are different numbers of tiles"):
@@ -210,42 +207,9 @@ def test_zero_3_needs_equally_many_mlp_tiles_on_each_sequence_rank(tmp_path: Pat
     read(tmp_path, data, "parallel.sequence=2", "train.seq_len=7", "memory.mlp_tile_tokens=3")
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ("stage = 3", "deepspeed.zero_optimization.stage would be a second parallel.zero_stage; set that"),
-        ("round_robin_gradients = true", r"zero_optimization.round_robin_gradients: not supported \(.*\); remove it"),
-        ("reduce_bucket = 3", r"reduce_bucket: not supported \(supported: .*, reduce_bucket_size, .*\); remove it"),
-        ("[deepspeed.fp16]\nenabled = true", "deepspeed.fp16 would be a second train.dtype; set that"),
-        ("[deepspeed.autotuning]", r"deepspeed.autotuning: not supported \(supported: zero_optimization\); remove it"),
-    ],
-)
-def test_settings_of_deepspeed_that_others_decide_or_that_change_results_are_rejected(
-    tmp_path: Path, settings: str, problem: str
-):
-    data = f'[data]\nfolder = "d"\n[deepspeed.zero_optimization]\n{settings}\n'
-    with pytest.raises(ConfigError, match=problem):
-        read(tmp_path, data)
-
-
 def test_other_settings_of_deepspeed_are_passed_on_and_identify_no_run(tmp_path: Path):
     config = read(tmp_path, '[data]\nfolder = "d"\n', "deepspeed.zero_optimization.reduce_bucket_size=1000")
     assert config.deepspeed == {"zero_optimization": {"reduce_bucket_size": 1000}}
     (tmp_path / "written.toml").write_text(to_toml(config))
     assert load_config(PretrainConfig, tmp_path / "written.toml") == config
     assert config.what_is_trained().deepspeed == {}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
-        (
-            ["memory.activation_checkpointing_every=2"],
-            "has no effect with memory.activation_checkpointing none: set full",
-        ),
-        (["memory.activation_checkpointing=mixers", "train.compile=true"], "train.compile compiles whole blocks, and"),
-    ],
-)
-def test_activation_checkpointing_that_is_not_possible(tmp_path: Path, overrides: list[str], problem: str):
-    with pytest.raises(ConfigError, match=problem):
-        read(tmp_path, '[data]\nfolder = "d"\n', *overrides)

@@ -24,21 +24,10 @@ def traced(path: Path) -> set[str]:
     return {event["name"] for event in events if str(event.get("name")).startswith("our step")}
 
 
-def profiler(folder: Path, steps: tuple[int, int] | None, rank: int = 0) -> Profiler:
-    return Profiler(steps, folder / "profile", rank, torch.device("cpu"))
-
-
-def test_a_trace_holds_the_chosen_steps(tmp_path: Path):
-    train(profiler(tmp_path, (2, 3), rank=1), 1, 5)
-    (trace,) = (tmp_path / "profile").iterdir()
-    assert trace.name == "rank_00001_steps_2-3.json.gz"
-    assert traced(trace) == {"our step 2", "our step 3"}
-
-
 def test_a_launch_traces_its_part(tmp_path: Path):
-    train(profiler(tmp_path, (2, 6)), 1, 3)
-    train(profiler(tmp_path, (2, 6)), 5, 7)
+    for first_step, last_step in ((1, 3), (5, 7)):
+        train(Profiler((2, 6), tmp_path / "profile", 1, torch.device("cpu")), first_step, last_step)
     first, second = sorted((tmp_path / "profile").iterdir())
-    assert (first.name, second.name) == ("rank_00000_steps_2-3.json.gz", "rank_00000_steps_5-6.json.gz")
+    assert (first.name, second.name) == ("rank_00001_steps_2-3.json.gz", "rank_00001_steps_5-6.json.gz")
     assert traced(first) == {"our step 2", "our step 3"}
     assert traced(second) == {"our step 5", "our step 6"}

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from hand_made import hand_made
+from hf_tokenizers import byte_level, made
 
 from tost_lm.checkpointing.format import Progress, write_checkpoint
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, step_folder
 from tost_lm.config import validate
 from tost_lm.data.loader import Corpora
-from tost_lm.data.tokenizers.interface import CharacterTokenizer
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.model import TostLM
 from tost_lm.pretrain.changes import record_of
@@ -22,7 +22,7 @@ from tost_lm.pretrain.metrics import drop_rows_after, write_run_folder
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.start import StartPoint, find_start, rename_old_run, require_same_checkpoints
 
-TOKENIZER = CharacterTokenizer(b'"abc"')
+TOKENIZER = made(byte_level())
 SETTINGS: dict[str, Any] = {
     "model": {"layers": 1, "heads": 1, "width": 4, "vocab_size": 8, "max_positions": 8},
     "data": {"folder": "shards"},
@@ -47,9 +47,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def shards(folders: Mapping[Path, float]) -> Corpora:
     """Shards whose documents depend on the name of their folder."""
     (folder,) = folders
-    made = hand_made(Path(tempfile.mkdtemp(dir=".")), [30, 40 + len(folder.name)], tokenizer="abc")
-    (made.folder / TOKENIZER.file_name).write_bytes(TOKENIZER.model_bytes)
-    return Corpora([made], [1.0])
+    written = hand_made(Path(tempfile.mkdtemp(dir=".")), [30, 40 + len(folder.name)], tokenizer="abc")
+    (written.folder / TOKENIZER.file_name).write_bytes(TOKENIZER.model_bytes)
+    return Corpora([written], [1.0])
 
 
 def start_of(config: PretrainConfig) -> StartPoint:

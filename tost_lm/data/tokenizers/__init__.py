@@ -6,7 +6,7 @@ from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import fingerprint
 from tost_lm.data.tokenizers.gpt2 import Gpt2Tokenizer, gpt2_tokenizer
 from tost_lm.data.tokenizers.hf import HfTokenizer, hf_tokenizer
-from tost_lm.data.tokenizers.interface import CharacterTokenizer, SentencePieceTokenizer, Tokenizer
+from tost_lm.data.tokenizers.interface import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.lossless import LosslessTokenizer
 from tost_lm.data.tokenizers.training import model_path, retrain_reason
 from tost_lm.errors import DataError
@@ -14,7 +14,6 @@ from tost_lm.files import regular_file
 
 __all__ = [
     "TOKENIZER_FILES",
-    "CharacterTokenizer",
     "Gpt2Tokenizer",
     "HfTokenizer",
     "LosslessTokenizer",
@@ -25,7 +24,7 @@ __all__ = [
     "read_tokenizer",
 ]
 
-KINDS = (SentencePieceTokenizer, Gpt2Tokenizer, HfTokenizer, CharacterTokenizer)
+KINDS = (SentencePieceTokenizer, Gpt2Tokenizer, HfTokenizer)
 TOKENIZER_FILES = tuple(kind.file_name for kind in KINDS)
 """Possible names of a tokenizer's file in a shard folder or a checkpoint."""
 

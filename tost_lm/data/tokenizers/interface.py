@@ -1,8 +1,5 @@
-"""The interface of all tokenizers, their bounded-memory use on texts of any length, and the two kinds of our own
-format: characters, as in the released code's character-level runs, and lossless SentencePiece.
-"""
+"""The interface of all tokenizers, their bounded-memory use on texts of any length, and lossless SentencePiece."""
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -18,20 +15,19 @@ class Tokenizer(ABC):
     """Lossless conversion of text to token ids and back. Picklable.
 
     Attributes: `file_name` of the tokenizer in a shard folder or a checkpoint; `model_bytes`, the content of that file,
-    with its `sha256` (hex); `vocab_size`; `eot`, the id that ends a document; and `has_eot`. Without it the vocabulary
-    has no such id, and `eot` is an ordinary id that texts start after. `adds_space`: a space is put before every text.
+    with its `sha256` (hex); `vocab_size`; `eot`, the id that ends a document; and `adds_space`: a space is put before
+    every text.
     """
 
     file_name: str
     vocab_size: int
     eot: int
-    has_eot = True
     adds_space = False
 
     @property
     def stop(self) -> int | None:
         """The id that ends a generated text; None: there is none."""
-        return self.eot if self.has_eot else None
+        return self.eot
 
     def __init__(self, model_bytes: bytes) -> None:
         self.model_bytes = model_bytes
@@ -48,44 +44,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text of any ids in [0, vocab_size). The end-of-text id gives ''; invalid UTF-8 becomes U+FFFD."""
-
-
-class CharacterTokenizer(Tokenizer):
-    """One id per character. It has no end-of-text id: texts start after a newline, or after id 0 if there is none.
-
-    `model_bytes` are a JSON string of the characters in the order of their ids.
-    """
-
-    file_name = "characters.json"
-    has_eot = False
-
-    def __init__(self, model_bytes: bytes) -> None:
-        """Raises DataError if the bytes are not a JSON string of distinct characters."""
-        super().__init__(model_bytes)
-        try:
-            characters = json.loads(model_bytes)
-        except ValueError:
-            characters = None
-        if not isinstance(characters, str) or not 0 < len(characters) == len(set(characters)):
-            raise DataError("not a JSON string of distinct characters; give another tokenizer")
-        self._characters, self.vocab_size = characters, len(characters)
-        self._ids = {character: i for i, character in enumerate(characters)}
-        self.eot = self._ids.get("\n", 0)
-
-    def encode(self, text: str) -> list[int]:
-        """Raises DataError for a character outside the vocabulary."""
-        try:
-            return [self._ids[character] for character in text]
-        except KeyError as error:
-            raise DataError(
-                f"character outside the model's vocabulary: {error.args[0]!r}; remove it from the text"
-            ) from None
-
-    def encode_array(self, text: str) -> "np.ndarray":
-        return np.array(self.encode(text), dtype=np.uint32)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return "".join(self._characters[i] for i in ids)
 
 
 # SentencePiece writes a space as U+2581 and decodes U+2581 as a space, so U+2581 in a text is escaped.

@@ -50,7 +50,7 @@ def main(_: Path | None, config: DataPrepConfig) -> None:
         sample = sample_texts(config, progress)
     if fingerprint(config.corpus) != corpus_fingerprint:
         raise corpus_changed(config.corpus)
-    with Progress("training", " pieces") as progress:
+    with Progress("training", "pieces") as progress:
         texts = (text.decode() for text in sample.texts)
         tokenizer = SentencePieceTokenizer(train_sentencepiece(texts, vocab_size, progress))
     bytes_per_token = check_lossless(tokenizer, sample.texts)

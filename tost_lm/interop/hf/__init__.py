@@ -55,8 +55,8 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast | None:
     Special tokens in a text are plain text. Invalid UTF-8 may decode to more U+FFFD than with our tokenizer.
 
     Returns:
-        None for a tokenizer without an equivalent: character-level, or a SentencePiece model that is not BPE with byte
-        pieces or that puts a space before a text. `tost prepare tokenizer` makes none of these.
+        None for a tokenizer without an equivalent: a SentencePiece model that is not BPE with byte pieces, or that puts
+        a space before a text. `tost prepare tokenizer` makes none of these.
     """
     if isinstance(tokenizer, Gpt2Tokenizer):
         pipeline, eot = _gpt2(tokenizer), GPT2_EOT

@@ -1,4 +1,4 @@
-"""The four backends of causal TSSA, each from one call of the operator to y and the final state.
+"""The three backends of causal TSSA, each from one call of the operator to y and the final state.
 
 Shapes as in `phases`: M = B·T tokens of a flat sequence, H heads, D channels a head, n of N documents on this rank.
 """
@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa import chunked, naive
@@ -92,27 +91,6 @@ class Chunked:
         return _run(PhasedBackend(chunked, call.local, call.shard), call)
 
 
-class Numba:
-    """Compiled loops for CPUs."""
-
-    name = "numba"
-
-    def obstacle(self, call: Call) -> str | None:
-        w = call.w_BTHD
-        if not find_spec("numba"):
-            return "the package numba is not installed"
-        if not w.is_cpu or w.dtype not in (torch.float32, torch.float64):
-            return f"w is {w.dtype} on {w.device}, but its kernels read float32 and float64 on CPUs"
-        if type(w) not in (Tensor, Parameter):
-            return f"w is a {type(w).__name__}, which may have no memory"
-        return None
-
-    def run(self, call: Call) -> tuple[Tensor, TssaState | None]:
-        from tost_lm.mixers.tssa import numba_phases  # an optional package
-
-        return _run(PhasedBackend(numba_phases, call.local, call.shard), call)
-
-
 def obstacle_to_triton(w_BTHD: Tensor) -> str | None:
     """The reason why the Triton kernels cannot read w, or None."""
     if not find_spec("triton"):
@@ -141,8 +119,8 @@ class Triton:
         return _run(PhasedBackend(triton, call.local, call.shard), call)
 
 
-NAIVE, CHUNKED, NUMBA, TRITON = Naive(), Chunked(), Numba(), Triton()
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (NAIVE, CHUNKED, NUMBA, TRITON)}
+NAIVE, CHUNKED, TRITON = Naive(), Chunked(), Triton()
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (NAIVE, CHUNKED, TRITON)}
 
 
 def _run(passes: PhasedBackend, call: Call) -> tuple[Tensor, TssaState | None]:

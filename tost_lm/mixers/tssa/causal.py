@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa.autograd import SoftmaxOverHeads
-from tost_lm.mixers.tssa.backends import BACKENDS, CHUNKED, NUMBA, TRITON, Backend, Call
+from tost_lm.mixers.tssa.backends import BACKENDS, CHUNKED, TRITON, Backend, Call
 from tost_lm.mixers.tssa.naive import Membership, TssaState, check_membership, check_state, memberships, token_scores
 from tost_lm.ops.layout import LocalDocuments, SequenceShard
 from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
@@ -32,9 +32,6 @@ def causal_tssa(
     The backends agree in outputs, states and gradients:
         `triton`: fused kernels, for CUDA tensors in float32, bfloat16 or float16 of up to 64 heads of up to 256
             channels. The default for these when Triton is installed.
-        `numba`: compiled loops, for CPU tensors in float32 or float64. They run in the calling thread. The default for
-            these when Numba is installed; it compiles for seconds at the first call on a machine, or of
-            each process if neither the package's folder nor the user's home can be written.
         `chunked`: PyTorch, chunk by chunk, on every device and in every dtype. The default for everything else. On a
             CPU it runs in the calling thread. Each packed document needs its own pass, so hundreds of documents of a
             few tokens are slower than with `naive`.
@@ -54,7 +51,7 @@ def causal_tssa(
         cu_seqlens: int32 [N + 1], offsets of N packed documents; needs B == 1 and covers T. Each document starts from
             an empty state, or from its row of `initial_state`. Serve padded batches, left or right, by packing them.
             Keep it on the host: each call reads it.
-        backend: `triton`, `numba`, `chunked` or `naive`; None: the default.
+        backend: `triton`, `chunked` or `naive`; None: the default.
         shard: w holds a sequence shard (`tost_lm.parallel.sequence`). T is then the length of the shard, cu_seqlens
             covers the whole sequence, and a state has a row for each document of the sequence. States and their
             gradients are equal on all ranks.
@@ -145,8 +142,7 @@ def tssa_step(
 
 def _choose(name: str | None, call: Call) -> Backend:
     if name is None:
-        fast = TRITON if call.w_BTHD.is_cuda else NUMBA
-        return CHUNKED if fast.obstacle(call) else fast
+        return TRITON if call.w_BTHD.is_cuda and not TRITON.obstacle(call) else CHUNKED
     if name not in BACKENDS:
         raise ValueError(f"unknown backend: {name!r}; use one of {', '.join(BACKENDS)}, or None for the default")
     if obstacle := BACKENDS[name].obstacle(call):

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.config import differences, load_config, run_program
+from tost_lm.config import load_config, run_program
 from tost_lm.errors import ConfigError
 from tost_lm.model.flops import parameters
 from tost_lm.pretrain.plan import estimate as plan
@@ -36,8 +36,6 @@ Row = tuple[str, str, str]
 
 
 def main(path: Path, config: PlanConfig) -> None:
-    if warning := changed_tokens(path, config):
-        print(f"warning: {warning}", file=sys.stderr)
     for stage in config.in_stages():
         if config.stages:
             print(f"\n## Stage {stage.name}: steps {stage.config.first_step + 1:,} to {stage.config.train.steps:,}\n")
@@ -55,27 +53,6 @@ def _print_stage(config: PlanConfig) -> None:
     print(markdown([("", "", "details"), *model_rows(config), context, *resources]))
     if problem := plan_fit.memory_problem(config):
         raise ConfigError(problem)
-
-
-def changed_tokens(path: Path, config: PlanConfig) -> str | None:
-    """Overrides that change the tokens of the same steps, and the setting that keeps them; None: there are none."""
-    try:
-        recipe = load_config(PlanConfig, path)
-    except ConfigError:  # it needs overrides
-        return None
-    before, now = (one.batch_tokens * one.train.steps for one in (recipe, config))
-    if recipe.train.steps != config.train.steps or before == now:
-        return None
-    sizes = ("seq_len", "global_batch_size")
-    changed = [line for line in differences(recipe.train, config.train) if line.partition(":")[0] in sizes]
-    sequences = max(1, round(recipe.batch_tokens / config.train.seq_len))
-    kept = f"train.batch_tokens={sequences * config.train.seq_len}"
-    if recipe.train.global_batch_size != config.train.global_batch_size:
-        kept = f"train.tokens={before}"
-    return (
-        f"{', '.join(f'train.{line}' for line in changed)} multiplies the tokens by {now / before:.3g}, from "
-        f"{in_units(before, '')} to {in_units(now, '')}; set {kept} to keep them"
-    )
 
 
 def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Sequence[str]) -> None:

@@ -4,21 +4,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import pairwise
 from math import inf
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
 from tost_lm.mixers.tssa.causal import causal_tssa
 from tost_lm.mixers.tssa.naive import Membership, TssaState
 from tost_lm.testing import assert_as_accurate
-
-NEEDS_NUMBA = pytest.mark.skipif(not find_spec("numba"), reason="the package numba is not installed")
-CPU_BACKENDS = ["chunked", pytest.param("numba", marks=NEEDS_NUMBA)]
 
 NAMES = ("y", "energy", "weighted_energy", "mass", "dw", "d_temp", "d_bias", "d_energy", "d_weighted_energy", "d_mass")
 Results = dict[str, Tensor]

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 import torch
-from agreement import CPU_BACKENDS, Call, assert_accurate, assert_long_sequence_is_right, draw_call, errors
+from agreement import Call, assert_accurate, assert_long_sequence_is_right, draw_call, errors
 from hypothesis import given, settings
 from random_calls import calls
 from torch.utils.checkpoint import checkpoint
@@ -20,37 +20,34 @@ pytestmark = pytest.mark.usefixtures("chunks_of_32_tokens")
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @given(call=calls())
 @settings(max_examples=60, deadline=None)
-def test_equals_the_formulas_in_float64(backend: str, call: Call):
-    found = errors(call.run(backend), call.run("naive"))
+def test_equals_the_formulas_in_float64(call: Call):
+    found = errors(call.run("chunked"), call.run("naive"))
     cancelling = found.pop("d_temp"), found.pop("d_bias")  # in the formulas, where one head takes nearly all of a token
     assert max(found.values()) < 1e-11
     assert max(cancelling) < 1e-8
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @given(call=calls())
 @settings(max_examples=40, deadline=None)
-def test_float32_is_as_accurate_as_the_formulas_in_float32(backend: str, call: Call):
-    assert_accurate(call, lambda call: call.run(backend))
+def test_float32_is_as_accurate_as_the_formulas_in_float32(call: Call):
+    assert_accurate(call, lambda call: call.run("chunked"))
 
 
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("membership", MEMBERSHIPS)
 @pytest.mark.parametrize("first", [1e-3, 1e-5])
 @pytest.mark.parametrize(("H", "D"), [(4, 8), (12, 64)])
 @pytest.mark.parametrize("seed", range(8))  # in some, one head has nearly the whole membership of the first token
 def test_float32_is_stable_when_the_first_token_is_small(
-    seed: int, H: int, D: int, first: float, membership: Membership, backend: str
+    seed: int, H: int, D: int, first: float, membership: Membership
 ):
     call = draw_call(seed, (100,), H, D, membership, fresh=True)
     call.w[:, :1] *= first
     call.w.copy_(call.w.float())
     # The formulas in float32 cancel here: their dw is off by up to 1e-3.
-    assert_accurate(call, lambda call: call.run(backend), reference=call.rounded().run("naive"))
+    assert_accurate(call, lambda call: call.run("chunked"), reference=call.rounded().run("naive"))
 
 
 @pytest.mark.parametrize("membership", MEMBERSHIPS)
@@ -66,15 +63,14 @@ def test_bfloat16_adds_one_rounding_of_y_and_dw(membership: Membership):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("membership", MEMBERSHIPS)
-def test_gradcheck(membership: Membership, backend: str):
+def test_gradcheck(membership: Membership):
     call = draw_call(2, (3, 1, 36), 2, 3, membership)
 
     def f(w, temp, bias, energy, weighted, mass):
         y, state = causal_tssa(
             w, temp, bias, membership=membership, initial_state=TssaState(energy, weighted, mass, call.state.count),
-            output_final_state=True, cu_seqlens=call.cu_seqlens, backend=backend,
+            output_final_state=True, cu_seqlens=call.cu_seqlens, backend="chunked",
         )  # fmt: skip
         assert state is not None
         return y, *state[:3]
@@ -109,7 +105,7 @@ def test_second_derivatives_are_refused():
         dw.sum().backward()
 
 
-@pytest.mark.parametrize("backend", [*CPU_BACKENDS, "naive"])
+@pytest.mark.parametrize("backend", ["chunked", "naive"])
 def test_memory_kept_for_the_backward(backend: str):
     w = torch.randn(1, 4096, 4, 64, requires_grad=True)
     kept: dict[int, int] = {}
