@@ -411,7 +411,7 @@ def run_program(
         positional: the positional argument: a TOML file with the settings or the name of a recipe (`[CONFIG]`:
             optional, else `path` is None), or a checkpoint (run folder, step folder or export), folder or file; with
             `RUN…`, `path` is a list. `RUN TASK…` adds names to the setting `tasks`, and one TASK may be a file with
-            settings: `path` is a list of the checkpoint and of this file, if there is one.
+            settings.
             `[ARGUMENT…]` is for a program that reads its arguments itself and passes `arguments=[]`.
         prompt: the setting that a second positional argument sets, unless that has the form of a setting.
         takes_urls: the first path may be a URL of `tost_lm.remote`.
@@ -439,12 +439,12 @@ def run_program(
             paths[-1] = file = find_recipe(paths[-1])
         if positional == "RUN TASK…":
             file, names = _suite_and_names(config, paths[1:])
-            paths = [paths[0], file] if file else paths[:1]
+            paths = paths[:1]
             overrides = [f"tasks={toml_value(names)}", *overrides]
         settings = load_config(config, file, overrides, from_user=True)
         if dry_run:
             print(to_toml(settings), end="")
-        elif positional.endswith("…"):
+        elif positional == "RUN…":
             main(paths, settings)
         else:
             main(paths[0] if paths else None, settings)

@@ -14,9 +14,9 @@ RETRIEVAL = ["needle@words", *RULER]
 CONTEXT = [task.name for task in FAMILIES["context"].tasks]
 
 
-def evaluate(path: Path, *tasks: str, suite: Path | None = None, **sections: Any) -> None:
+def evaluate(path: Path, *tasks: str, **sections: Any) -> None:
     """Measure a run or model by tasks; `sections` are the settings."""
-    main([path, suite] if suite else [path], validate(EvalConfig, {"tasks": tasks, **sections}, "test"))
+    main(path, validate(EvalConfig, {"tasks": tasks, **sections}, "test"))
 
 
 def scored(name: str) -> ScoredTask:

@@ -481,7 +481,7 @@ def _of_text(name: str, about: str, make: type[TextQueries], counted: str) -> Gr
         return make(name, of.settings.seed, of.tokenizer, of.text, of.settings.target_tokens)
 
     scores = ("token_accuracy", "nats_per_token")
-    return GridTask(f"{name}@text", about, queries, scores, counted=counted, has_gain=True, is_own_text=True)
+    return GridTask(f"{name}@text", about, queries, scores, counted=counted)
 
 
 def _of_words(name: str, about: str, make: type[CountedQueries], *arguments: bool) -> GridTask:
@@ -489,7 +489,7 @@ def _of_words(name: str, about: str, make: type[CountedQueries], *arguments: boo
         return make(name, of.settings.seed, of.tokenizer, *arguments)
 
     scores = ("choice_accuracy", "found_share", "nats_per_token")
-    return GridTask(f"{name}@own-words", about, queries, scores, counted=make.counted, has_gain=True)
+    return GridTask(f"{name}@own-words", about, queries, scores, counted=make.counted)
 
 
 TASKS = [

@@ -9,7 +9,7 @@ other cells.
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,10 +21,9 @@ from tost_lm.errors import ConfigError
 from tost_lm.files import sha256_bytes
 from tost_lm.inference.evaluated import EvaluatedCheckpoint, read_result_file, write_result_file
 from tost_lm.inference.ranks import Ranks
-from tost_lm.markdown import format_chance, format_result, with_error
+from tost_lm.markdown import format_chance, with_error
 from tost_lm.tasks.haystacks import Text
 from tost_lm.tasks.queries import Examples, GridConfig, Queries
-from tost_lm.tasks.table import OWN_SENTENCES, OWN_TEXT, TableRow, in_words, shown_result
 from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
 
 if TYPE_CHECKING:
@@ -89,19 +88,15 @@ class GridTask(Task):
         scores: Sequence[str] = ("found_share",),
         column: tuple[str, str] | None = None,
         counted: str = "",
-        has_gain: bool = False,
-        is_own_text: bool = False,
     ):
         """
         Args:
             make: returns its queries, given its name. Raises TostError if there is no text for them.
             scores: keys of the scores in tables; the first is the headline.
             counted: what tables have beside the length, a key of `Queries.facts`.
-            has_gain: whether tables have the gain over the control, in nats per token.
-            is_own_text: whether the queries are made of the user's text, not of sentences of our own.
         """
         self.name, self.about, self.make, self.scores, self.column = name, about, make, scores, column
-        self.headline, self.counted, self.has_gain, self.is_own_text = scores[0], counted, has_gain, is_own_text
+        self.headline, self.counted = scores[0], counted
 
     def open(self, evaluation: Evaluation, family: Family) -> Measurement:
         settings = family.settings_in(evaluation.config)
@@ -153,22 +148,6 @@ class GridTask(Task):
             return over_cells(cells, keys) | by_length
 
         return MeasuredInTraining(sha256_bytes(json.dumps(identity).encode()), measure)
-
-    def table_rows(self, results: Row) -> Iterator[TableRow]:
-        """A line for each length over all depths, and one for the gain over its control."""
-        for length, cells in cells_by_length(results["cells"]).items():
-            place = f"{length:,}" + (f" ({self.counted} {cells[0][self.counted]:,})" if self.counted else "")
-            keys = (self.headline, f"control_{self.headline}")
-            cell = over_cells(cells, keys) if len(cells) > 1 else cells[0]
-            reference = f"chance {results['chance']:.2%}, control {format_result(keys[1], cell)}"
-            yield self._table_row(self.headline, in_words(self.headline), cell, reference, place)
-            if self.has_gain:
-                yield self._table_row("gain_over_control", "gain over control (nats per token)", cell, "–", place)
-
-    def _table_row(self, key: str, metric: str, cell: Mapping[str, Any], reference: str, place: str) -> TableRow:
-        samples, why_not = cell["samples"], OWN_TEXT if self.is_own_text else OWN_SENTENCES
-        result = shown_result(key, cell, samples)
-        return TableRow(self.name, metric, result, reference, f"{samples:,}", place, comparable=why_not)
 
     def cited(self, results: Row) -> float:
         return mean_score(results["cells"], self.headline)

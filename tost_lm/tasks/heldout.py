@@ -5,7 +5,7 @@ the window before it. EOT is only an input and is not scored.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -24,7 +24,6 @@ from tost_lm.markdown import escape, table, with_error
 from tost_lm.page import Page
 from tost_lm.tasks.scored import window_of
 from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, missing_line
-from tost_lm.tasks.table import NOTHING, OWN_TEXT, TableRow, in_words, shown_result
 from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
 
 if TYPE_CHECKING:
@@ -93,12 +92,6 @@ class Heldout(Task):
             f"evaluation.tasks: {NAME} is not measured during training; set validation.every, which measures the loss "
             "on held-out documents"
         )
-
-    def table_rows(self, results: Row) -> Iterator[TableRow]:
-        totals, key = results["model"], self.headline
-        result, examples = shown_result(key, totals, totals["documents"]), f"{totals['documents']:,}"
-        length = f"{results['window_tokens']:,}"
-        yield TableRow(self.name, in_words(key), result, NOTHING, examples, length, comparable=OWN_TEXT)
 
 
 @dataclass(frozen=True)

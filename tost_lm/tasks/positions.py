@@ -1,6 +1,6 @@
 """The loss of a model by position, up to a multiple of its context length."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +17,6 @@ from tost_lm.inference.text_file import TextFile, ids_of
 from tost_lm.markdown import escape, table
 from tost_lm.page import CONTRAST, DARK, Chart, Page, column, line_data, new_figure, position_axis
 from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, missing_line
-from tost_lm.tasks.table import NOTHING, OWN_TEXT, TableRow, in_words, shown_result
 from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
 
 if TYPE_CHECKING:
@@ -110,16 +109,6 @@ class Positions(Task):
     @staticmethod
     def _tokens(tokenizer: Tokenizer, text: TextFile) -> Concatenation:
         return Concatenation([np.concatenate([*map(np.atleast_1d, ids_of(tokenizer, text.blocks()))])])
-
-    def table_rows(self, results: Row) -> Iterator[TableRow]:
-        """The last positions within the trained length, and the last ones beyond it."""
-        buckets, key = results["by_position"], "nats_per_token"
-        for is_trained, place in ((True, "within"), (False, "beyond")):
-            if last := [bucket for bucket in buckets if bucket["trained"] == is_trained][-1:]:
-                totals = {key: last[0][key], f"{key}_standard_error": last[0]["standard_error"]}
-                length = f"up to {last[0]['end']:,}, {place} the trained length"
-                result, examples = shown_result(key, totals, results["sequences"]), f"{results['sequences']:,}"
-                yield TableRow(self.name, in_words(key), result, NOTHING, examples, length, comparable=OWN_TEXT)
 
 
 DEFAULT_TIMES = 16

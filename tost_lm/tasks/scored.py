@@ -23,9 +23,7 @@ from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.requests import Likelihoods, Request
 from tost_lm.markdown import format_result, table
 from tost_lm.tasks.data_sets import DataSet, SetFile, unpacked
-from tost_lm.tasks.published import PUBLISHED, condition, verdict, why_not_comparable
 from tost_lm.tasks.sections import EvaluatedModel
-from tost_lm.tasks.table import NOTHING, TableRow, in_words, shown_result
 from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
 
 if TYPE_CHECKING:
@@ -142,27 +140,6 @@ class ScoredTask(Task, ABC):
 
         return MeasuredInTraining(file.sha256, measure, shares_copies=True)
 
-    def table_rows(self, results: Row) -> Iterator[TableRow]:
-        """The cited metric, and those that have published results: a line for each of these."""
-        totals, published = results["model"], [row for row in PUBLISHED if row.task == self.name]
-        for measure in dict.fromkeys([results["headline"], *(row.measure for row in published)]):
-            has_chance = "chance" in totals and measure.endswith("accuracy")
-            own = (
-                self.name, in_words(measure), shown_result(measure, totals, totals["examples"]),
-                f"chance {totals['chance']:.2%}" if has_chance else NOTHING,
-                f"{totals['examples']:,}", f"{results['window_tokens']:,}",
-            )  # fmt: skip
-            others = [
-                (
-                    f"{row.model}: {row.shown_value} ({row.source})",
-                    verdict(why_not_comparable(row, results), condition(results)),
-                )
-                for row in published
-                if row.measure == measure
-            ]
-            yield TableRow(*own, *(others[0] if others else (NOTHING, NOTHING)))
-            yield from (TableRow("", "", "", "", "", "", *other) for other in others[1:])
-
 
 def window_of(model: "ModelFacts", wanted: int | None) -> int:
     """The tokens that a model reads at once; None: its context length. Raises ConfigError beyond its positions."""
@@ -208,7 +185,7 @@ def section_of_test_sets(run: EvaluatedModel, page: "Page") -> str:
         score = format_result(headline, model) + (f" (chance {model['chance']:.2%})" if "chance" in model else "")
         test_set = describe_published(results["published_file"]) if "published_file" in results else "–"
         checkpoint = results["identity"]["checkpoint"]
-        rows.append((name, in_words(headline), score, f"{model['examples']:,}", test_set, checkpoint))
+        rows.append((name, headline.replace("_", " "), score, f"{model['examples']:,}", test_set, checkpoint))
     if not rows:
         return ""
     scores = table(("task", "metric", "score", "examples", "test set", "checkpoint"), rows)

@@ -5,7 +5,7 @@ totals, its lines in tables, its section of the report. A changed task gets a ne
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from tost_lm.config import Section, validate
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.ranks import Ranks
-from tost_lm.tasks.table import TableRow
 
 if TYPE_CHECKING:
     from tost_lm.data.shards import Shards
@@ -136,10 +135,6 @@ class Task:
 
     def stored(self, evaluation: Evaluation) -> None:
         """Called on rank 0 after its results are written."""
-
-    def table_rows(self, results: Row) -> Iterator[TableRow]:
-        """Its lines in a table of all results of a model."""
-        raise NotImplementedError
 
     def cited(self, results: Row) -> float:
         """The value of the headline, for comparisons of runs."""

@@ -1,6 +1,5 @@
 """The score of any text file, read as one stream in constant memory."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ from tost_lm.page import Page
 from tost_lm.progress import Progress
 from tost_lm.redaction import redact_text
 from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, missing_line, state_growth
-from tost_lm.tasks.table import NOTHING, OWN_TEXT, TableRow, in_words, shown_result
 from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
 
 if TYPE_CHECKING:
@@ -83,11 +81,6 @@ class TextStream(Task):
 
     def stored(self, evaluation: Evaluation) -> None:
         (evaluation.folder(NAME) / "position.pt").unlink(missing_ok=True)
-
-    def table_rows(self, results: Row) -> Iterator[TableRow]:
-        totals, key = results["model"], self.headline
-        result, length = shown_result(key, totals, 1), f"{totals['tokens']:,}"
-        yield TableRow(self.name, in_words(key), result, NOTHING, "1", length, comparable=OWN_TEXT)
 
 
 def section(run: EvaluatedModel, page: Page) -> str:

@@ -86,14 +86,14 @@ def test_a_run_and_tasks_or_a_file_with_tasks(tmp_path: Path, capsys: pytest.Cap
     """One of the tasks may be a file, which has tasks and settings."""
     (tmp_path / "some.toml").write_text('tasks = ["c"]\n[some]\nsize = 5')
     run_folder, some = Path("runs/x"), tmp_path / "some.toml"
-    seen: list[tuple[list[Path], list[str], int]] = []
+    seen: list[tuple[Path, list[str], int]] = []
     for words in (["a", "b", "some.size=4"], [some], [some, "b", "some.size=4"], ["some.size=4"], [some, some]):
         with pytest.raises(SystemExit):
             run_program(
-                lambda paths, config: seen.append((paths, config.tasks, config.some.size)),
+                lambda path, config: seen.append((path, config.tasks, config.some.size)),
                 name="p", doc="", positional="RUN TASK…", config=Tasks, arguments=["runs/x", *map(str, words)],
             )  # fmt: skip
-    assert seen == [([run_folder], ["a", "b"], 4), ([run_folder, some], ["c"], 5), ([run_folder, some], ["c", "b"], 4)]
+    assert seen == [(run_folder, ["a", "b"], 4), (run_folder, ["c"], 5), (run_folder, ["c", "b"], 4)]
     assert capsys.readouterr().err.splitlines() == [
         "error: TASK is missing; write python -m p RUN TASK… before any section.key=value",
         f"error: {some}: a second file; name one, and further tasks",

@@ -12,9 +12,9 @@ with `tasks` and settings. All settings, test sets and texts are checked before 
 
 Writes eval/TASK/results.json: the totals with standard errors, control and chance; tasks on test sets also rows.jsonl
 (a line per example). Valid results for the same checkpoint, text and settings are reused, and the same command resumes:
-each cell of retrieval and context is a file, and the position in a text is saved. A suite also writes eval/suite.md and
-suite.html: all its results in one table, with published results and whether they are comparable. On more than tensor ×
-sequence ranks, copies of the model share the work.
+each cell of retrieval and context is a file, and the position in a text is saved. `tost report` shows all results of a
+run, and `tost compare` those on test sets beside published ones. On more than tensor × sequence ranks, copies of the
+model share the work.
 """
 
 from collections.abc import Sequence
@@ -30,15 +30,11 @@ from tost_lm.tasks.settings import EvalConfig, tasks_of
 from tost_lm.tasks.task import Family, Task
 
 
-def main(paths: list[Path], config: Any) -> None:
+def main(path: Path, config: Any) -> None:
     from tost_lm.inference.hugging_face import find_evaluated
     from tost_lm.inference.ranks import joined_ranks
-    from tost_lm.page import require_packages
     from tost_lm.tasks.task import Evaluation, evaluate
 
-    path, *suite = paths
-    if suite:
-        require_packages()
     tasks = tasks_of(config)
     size = ranks_of_launch(config.parallel.model_ranks, config.launch)
     start_ranks("eval", size)
@@ -47,13 +43,7 @@ def main(paths: list[Path], config: Any) -> None:
         finish = evaluate(evaluation, tasks)
     if ranks.rank > 0:
         return
-    failed = finish()
-    if suite:
-        from tost_lm.eval.suite import write_suite
-
-        page = write_suite(evaluation.evaluated, tasks, failed)
-        print(f"wrote {page.with_suffix('.md')} and {page.name}")
-    if failed:
+    if failed := finish():
         raise TostError("\n".join(f"{name}: {error}" for name, error in failed.items()))
 
 

@@ -1,0 +1,71 @@
+"""Suites of tasks: their settings, checks before anything is measured, and tasks that fail."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evaluations import evaluate
+
+from tost_lm.config import load_config, recipes, validate
+from tost_lm.errors import ConfigError, TostError
+from tost_lm.tasks.settings import EvalConfig, tasks_of
+
+LAMBADA, PAGES, PIQA = "lambada_openai@lm-eval", "wikitext2@lm-eval", "piqa@lm-eval"
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        ({}, "tasks: must be set"),
+        ({"tasks": []}, "tasks: list should have at least 1 item"),
+        ({"tasks": ["needle"], "neeedle": {}}, "neeedle: unknown key (did you mean needle?)"),
+        (
+            {"tasks": ["needle"], "needle": {"lenghts": [1]}},
+            "needle.lenghts: unknown key (did you mean needle.lengths?",
+        ),
+        ({"tasks": ["vt@own-word"]}, "'vt@own-word' is not a task (did you mean vt@own-words?)"),
+        ({"tasks": ["copy@text"]}, "'copy@text' is not a task (did you mean copying@text?)"),
+        ({"tasks": ["needle"], "sets": {"wikitext": "x"}}, "sets.wikitext: not a test set (did you mean wikitext2?)"),
+    ],
+)
+def test_mistakes_in_the_settings_are_one_line(tree: dict[str, Any], problem: str):
+    with pytest.raises(ConfigError) as error:
+        validate(EvalConfig, tree, "suite.toml")
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "count"), [("suite", 13 + 1 + 13 + 5), ("suite_demo", 1 + 1 + 2 + 5 + 1)])
+def test_the_recipes_name_existing_tasks(name: str, count: int):
+    assert len(tasks_of(load_config(EvalConfig, recipes()[name]))) == count
+
+
+def test_all_missing_files_are_found_before_anything_is_measured(run_folder: Path):
+    with pytest.raises(TostError) as error:
+        evaluate(
+            run_folder, LAMBADA, "owt@nanogpt", "needle", "context", "heldout", "positions", "text",
+            sets={"lambada_openai": "missing.jsonl"}, heldout={"shards": "nowhere"}, needle={"haystack": "missing.txt"},
+            context={"haystack": "missing.txt"}, text={"file": "missing.txt"},
+        )  # fmt: skip
+    begins = [
+        "sets.lambada_openai missing.jsonl: no such file", "sets.owt: not set",
+        "needle.haystack missing.txt: no such file", "context.haystack missing.txt: no such file", "nowhere: ",
+        "text.file missing.txt: no such file",
+    ]  # fmt: skip
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(begins)
+    assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=True)), lines
+    assert not list(run_folder.glob("eval/*/results.json"))
+    with pytest.raises(TostError, match="nowhere: no such folder"):
+        evaluate(Path("nowhere"), "positions")
+    with pytest.raises(TostError, match=r"text\.file: must be set"):
+        evaluate(run_folder, "text")
+
+
+def test_a_task_that_fails_does_not_stop_the_others(run_folder: Path):
+    (run_folder / "wiki.test.raw").write_text(" \n = Title = \n \n Some words . \n")
+    (run_folder / "piqa.jsonl").write_text("{}\n")
+    files = {"piqa": run_folder / "piqa.jsonl", "wikitext2": run_folder / "wiki.test.raw"}
+    with pytest.raises(TostError, match=r"^piqa@lm-eval: .*piqa\.jsonl, line 1: goal: field required; give PIQA's"):
+        evaluate(run_folder, PIQA, PAGES, sets=files)
+    assert [path.name for path in (run_folder / "eval").iterdir() if (path / "results.json").exists()] == [PAGES]
