@@ -371,7 +371,8 @@ def _hold(home: Path) -> None:
     while home not in _held or not lock.exists():
         home.mkdir(parents=True, exist_ok=True)
         _held[home] = lock.open("a")
-        fcntl.flock(_held[home], fcntl.LOCK_SH)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(_held[home], fcntl.LOCK_SH)
 
 
 def _make_room(needed: int) -> None:
@@ -382,7 +383,7 @@ def _make_room(needed: int) -> None:
         sizes = {home: sum(file.lstat().st_size for file in home.rglob("*")) for home in homes}
         excess += sum(sizes.values())
         for home in homes:
-            with suppress(BlockingIOError), (home / ".lock").open("a") as file:
+            with suppress(OSError), (home / ".lock").open("a") as file:
                 if excess > 0 and home not in _held:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(home)
