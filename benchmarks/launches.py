@@ -27,7 +27,7 @@ from tost_lm.config import Section, run_program, validate
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import compile_blocks
 from tost_lm.ops.positions import SequenceInfo
-from tost_lm.torch_internals import TorchDispatchMode
+from tost_lm.testing.operations import Operations
 
 
 class CountConfig(Section):
@@ -81,19 +81,6 @@ def run(config: LaunchesConfig, device: str) -> tuple[list[dict[str, Any]], str]
 
 
 main = measure.benchmark("launches", run)
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations that launch something, by name: all but views and allocations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (func.is_view or "empty" in func.name() or func.name() == "aten::_unsafe_view"):
-            self.counts[func.name()] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

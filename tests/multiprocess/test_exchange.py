@@ -1,18 +1,21 @@
 """Exchanges of up to 8 sequence ranks, by one all-gather and as more ranks do, against one process."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from doc_pages import blocks_of
 from torch import Tensor
 from toy_mixer import rank_shard
 
-from tost_lm.mixers.delta import ranks as delta_ranks
 from tost_lm.mixers.facts import RecurrentFacts
+from tost_lm.mixers.plugins import run_plugin
 from tost_lm.mixers.registry import FACTS
 from tost_lm.model import ModelConfig
+from tost_lm.ops import affine
 from tost_lm.ops import short_conv as convolution
 from tost_lm.ops.layout import LocalDocuments, SequenceSplit
 from tost_lm.parallel import sequence
@@ -23,8 +26,8 @@ from tost_lm.testing.conformance.adapter import State, Subject
 LENGTHS = (1, 2, 9, 1, 1, 5, 2)
 """Tokens of the first ranks; the last one has the rest of T."""
 T = 40
-EXCHANGING = [letter for letter, facts in FACTS.items() if isinstance(facts, RecurrentFacts)]
-"""Mixers whose ranks exchange statistics; those of softmax gather keys."""
+EXCHANGING = [*(letter for letter, facts in FACTS.items() if isinstance(facts, RecurrentFacts)), "H"]
+"""Mixers whose ranks exchange statistics; those of softmax gather keys. H: HGRN2, the plugin of a tutorial."""
 OFFSETS = (0, 2, 13, 14, 37, 40)  # across cuts, from cut to cut, within a shard
 SETTINGS = {
     "layers": 1,
@@ -46,7 +49,8 @@ class Found(NamedTuple):
     """Final states and gradients of initial ones, by name."""
 
 
-def compare_with_one_process() -> list[Found]:
+def compare_with_one_process(plugin: Path) -> list[Found]:
+    run_plugin(plugin)
     return [found for letter in EXCHANGING for found in compare_layer(letter)]
 
 
@@ -88,8 +92,10 @@ def on_this_rank(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.quick), 4, 5, 6, 7, 8])
-def test_outputs_states_and_gradients_are_those_of_one_process(ranks: int):
-    first, *others = run_on_ranks(compare_with_one_process, ranks)
+def test_outputs_states_and_gradients_are_those_of_one_process(ranks: int, tmp_path: Path):
+    (text,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == "hgrn2.py")
+    (tmp_path / "hgrn2.py").write_text(text)
+    first, *others = run_on_ranks(compare_with_one_process, ranks, tmp_path / "hgrn2.py")
     assert len(first) == 12 * len(EXCHANGING)
     for case, of_others in zip(first, zip(*others, strict=True), strict=True):
         assert case.error < 1e-10, case.where
@@ -99,18 +105,42 @@ def test_outputs_states_and_gradients_are_those_of_one_process(ranks: int):
                 assert torch.equal(other.states[name], state), name
 
 
+def gradients_where_a_rank_reads_no_state(gathers: bool) -> list[float]:
+    """Of this rank's A and C, with a loss on the state before rank 2 and on numbers of rank 1 that depend on none."""
+    ranks = dist.get_world_size()
+    sequence.ALL_GATHER_RANKS = ranks if gathers else 1
+    split = SequenceSplit((1,) * ranks, dist.get_rank())
+    local = LocalDocuments.of(None, 1, 1, split)
+    factor, added = (torch.full((1, 1, 1), x + split.rank, requires_grad=True) for x in (2.0, 5.0))
+
+    def scan(before: Tensor) -> tuple[Tensor, Tensor]:
+        output = {1: 0 * added, 2: before}.get(split.rank, 0 * before)
+        return output, factor * before + added
+
+    options = {"local": local, "shard": rank_shard(split), "output_final_state": False}
+    output, _ = affine.affine_scan(scan, lambda *_: (factor, added), torch.zeros(1, 1, 1), **options)
+    output.sum().backward()
+    return [0.0 if x.grad is None else x.grad.item() for x in (factor, added)]
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_rank_whose_outputs_read_no_state_takes_part_in_the_backward(gathers: bool):
+    found = run_on_ranks(gradients_where_a_rank_reads_no_state, 3, gathers)
+    assert found == [[0.0, 3.0], [5.0, 1.0], [0.0, 0.0]]  # of A₁ C₀ + C₁
+
+
 FAULTS = ("states in the wrong order", "a convolution across cuts", "cu_seqlens divided by the ranks")
 
 
 def error_with(fault: str, gathers: bool) -> float:
     """The largest error of delta layers on this rank with a fault in them."""
     ranks, offsets, convolve = dist.get_world_size(), OFFSETS, convolution.short_conv
-    gathered, pass_on = delta_ranks._gathered, cast(Any, sequence.RankShard.pass_on)
+    gathered, pass_on = affine._gathered, cast(Any, sequence.RankShard.pass_on)
     subject = Subject(layer_adapter("D", ModelConfig(pattern="D", **SETTINGS)), 0)
     x_BTC = subject.tokens(1, T)
     expected = subject.results(partial(subject, offsets=OFFSETS, output_state=False), x_BTC, None)
     if fault == FAULTS[0]:
-        delta_ranks._gathered = lambda x, shard: gathered(x, shard).flip(0)
+        affine._gathered = lambda x, shard: gathered(x, shard).flip(0)
         turned: Any = lambda *arguments, reverse=False: pass_on(*arguments, reverse=not reverse)
         sequence.RankShard.pass_on = turned
     elif fault == FAULTS[1]:

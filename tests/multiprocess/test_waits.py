@@ -195,15 +195,19 @@ def test_synchronizations_by_deepspeed_are_recorded():
     assert waits == {"step.py:train_step": 1, **OF_THE_NORM, "timer.py:start": 2, "timer.py:stop": 2}
 
 
+PLUGINS = {"E": "gated_ema.py", "H": "hgrn2.py"}
+
+
 @pytest.fixture
 def pattern(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The letter of a mixer; E: of the plugin that a tutorial writes."""
-    if request.param == "E":
-        (text,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == "gated_ema.py")
-        (tmp_path / "gated_ema.py").write_text(text)
-        run_plugin(tmp_path / "gated_ema.py")
+    """The letter of a mixer, or of a plugin that a tutorial writes."""
+    if file := PLUGINS.get(request.param):
+        (text,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == file)
+        (tmp_path / file).write_text(text)
+        run_plugin(tmp_path / file)
     yield request.param
-    FACTS.pop("E", None)
+    if file:
+        del FACTS[request.param]
 
 
 SETTINGS = [
@@ -214,7 +218,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("pattern", [*FACTS, "E"], indirect=True)
+@pytest.mark.parametrize("pattern", [*FACTS, *PLUGINS], indirect=True)
 def test_the_second_decoding_step_waits_for_nothing_but_its_token(pattern: str, settings: dict[str, Any]):
     """It is the code that is captured on a GPU, so the steps after it are equal."""
     shape = {"layers": 2, "heads": 2, "width": 16, "vocab_size": VOCAB, "layer_scale": 1.0}

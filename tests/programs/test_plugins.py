@@ -13,16 +13,19 @@ from programs import losses, refusal, run
 from tost_lm.files import sha256_bytes
 from tost_lm.testing import FLOAT32_REORDERED
 
-(EMA,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == "gated_ema.py")
+TEXTS = {block.file: block.text for block in blocks_of("docs/tutorials/own_mixer.md")}
+EMA, HGRN2 = TEXTS["gated_ema.py"], TEXTS["hgrn2.py"]
 MARKED = f"from pathlib import Path\nPath('marker').touch()\n{EMA}"
 WORDS = ["run.toml", 'model.plugins=["gated_ema.py"]', "model.pattern=EA", "model.positions=none",
          "model.softmax.window=16"]  # fmt: skip
+BOTH = ['model.plugins=["gated_ema.py", "hgrn2.py"]', "model.pattern=EHA"]
 STEPS = 12
 
 
 @pytest.fixture
 def folder(workplace: Path) -> Path:
     (workplace / "gated_ema.py").write_text(EMA)
+    (workplace / "hgrn2.py").write_text(HGRN2)
     return workplace
 
 
@@ -40,7 +43,7 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_resumes_in_tiles_and_on_tensor_sequence_and_data_ranks(folder: Path):
-    words = [*WORDS, "data.packing=best-fit"]
+    words = [*WORDS[:1], *BOTH, *WORDS[3:], "model.layers=3", "data.packing=best-fit"]
     run("tost train", *words, "run.name=whole", cwd=folder)
     words.append("run.name=parts")
     run("tost train", *words, "memory.tile_tokens=22", "run.stop_at_step=4", cwd=folder)
@@ -55,6 +58,20 @@ def test_a_run_resumes_in_tiles_and_on_tensor_sequence_and_data_ranks(folder: Pa
     assert (step / "mixer_E.py").read_text() == EMA
     assert "mixer_E.py" in json.loads((step / "manifest.json").read_text())["files"]
     assert "\n- gated-ema\n" in (step / "README.md").read_text()
+
+
+def test_counted_launches_and_bytes_are_those_of_the_facts(folder: Path):
+    words = ["run.toml", *BOTH, "model.layers=3", "model.width=64", "model.heads=4", "train.seq_len=256"]
+    words.append("model.max_positions=256")
+    said = run("tost plugin", *words, cwd=folder)
+    cells = [line.split("|") for line in said.splitlines() if line.startswith(("| gated EMA", "| HGRN2"))]
+    numbers = [[float(cell.replace(",", "")) for cell in row[3:5]] for row in cells]
+    (ema, ema_facts), (ema_bytes, ema_stated), (hgrn2, hgrn2_facts), (hgrn2_bytes, hgrn2_stated) = numbers
+    assert (ema, hgrn2) == (ema_facts, hgrn2_facts)
+    assert (ema_bytes, hgrn2_bytes) == pytest.approx((ema_stated, hgrn2_stated), rel=0.1)
+    assert refusal("tost plugin", "run.toml", "model.pattern=T", cwd=folder) == (
+        "model.pattern: no plugin is in T; name one in model.plugins"
+    )
 
 
 def test_a_layer_without_its_kernels_is_said_once(folder: Path):
@@ -106,7 +123,7 @@ def test_a_plugin_does_not_end_the_program_and_ctrl_c_does(folder: Path):
 
 
 def test_another_text_is_refused(trained: Path):
-    (trained / "changed.py").write_text(MARKED.replace("300", "301"))
+    (trained / "changed.py").write_text(MARKED.replace("223", "224"))
     hashes = f"SHA-256 {sha256_bytes(MARKED.encode())}, and the one that is named has "
     said = refusal("tost generate", "runs/tiny", "the ", cwd=trained, TOST_PLUGINS="changed.py")
     assert hashes in said

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from tost_lm.config import Section
 from tost_lm.mixers.shape import MixerShape, Rotary
+from tost_lm.sizes import ALL_GATHER_RANKS
 
 
 class Flops(NamedTuple):
@@ -173,7 +174,8 @@ class MixerFacts(ABC):
 
     @abstractmethod
     def launches(self) -> int:
-        """Operations of a block for a tile of a micro-batch, forward and backward, as `benchmarks.launches` counts."""
+        """Operations of a block for a tile of a micro-batch, forward and backward, as `benchmarks.launches` counts, and
+        `tost plugin` for a plugin."""
 
     def compiled_launches(self) -> int:
         """The same under torch.compile, at most: a graph may also join operations of the mixer around its operators."""
@@ -239,3 +241,25 @@ class RecurrentFacts(MixerFacts):
 
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
         return self.state_bytes(load)
+
+
+class AffineFacts(RecurrentFacts):
+    """Facts of a mixer whose tokens map its state affinely, by `tost_lm.ops.affine`; its states are float64."""
+
+    @abstractmethod
+    def map_bytes(self, load: Load) -> tuple[float, float]:
+        """Bytes of A and of C of a row, in float32, for all tensor ranks together. C has the shape of a state."""
+
+    def state_bytes(self, load: Load) -> float:
+        return self.summed_bytes(load)
+
+    def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
+        """The map of the tokens and the state before them, or the gradient of a state."""
+        factor, added = self.map_bytes(load)
+        return (added if backward else factor + 2 * added) if load.sequence <= ALL_GATHER_RANKS else 0.0
+
+    def passed_on_bytes(self, load: Load) -> float:
+        return self.map_bytes(load)[1] if load.sequence > ALL_GATHER_RANKS else 0.0
+
+    def summed_bytes(self, load: Load) -> float:
+        return 2 * self.map_bytes(load)[1]

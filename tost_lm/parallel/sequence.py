@@ -5,7 +5,7 @@ row of statistics twice forward and twice backward, at any length: Σw², then �
 in reverse order. Each rank needs the sum over earlier ranks (backward: over later ranks). Up to `ALL_GATHER_RANKS`
 ranks gather all rows. Above that, each rank sums a slice of the columns for all ranks, so the bytes it receives do not
 grow with the ranks. The order is fixed, so all ranks have the same state. A delta layer gathers maps of states
-(`tost_lm.mixers.delta.ranks`), or passes states on from rank to rank. Shapes as in `tost_lm.mixers.tssa.phases`; R
+(`tost_lm.ops.affine`), or passes states on from rank to rank. Shapes as in `tost_lm.mixers.tssa.phases`; R
 ranks, C columns.
 """
 

@@ -49,6 +49,12 @@ def test_a_planted_error_is_found_by_its_kind(mutation: Mutation):
         report.require()
 
 
+def test_containing_a_nan_may_be_reported_without_being_required():
+    report = check(toy_adapter("NaN spread by a triangular product", contains_nan=False), tokens=16)
+    assert report.with_result("fails") == [NAN]
+    report.require()
+
+
 @pytest.mark.parametrize(("window", "holds"), [(REACH - 1, False), (REACH, True), (REACH + 1, False)])
 def test_a_window_has_its_exact_length(window: int, holds: bool):
     report = check(toy_adapter(decays=False, window=window), tokens=16)

@@ -55,6 +55,22 @@ def delta_rule_chunks(
     return y_MHV, final_nHKV
 
 
+def delta_rule_maps(
+    key_MhK: Tensor, value_MHV: Tensor, log_decay_MH: Tensor, beta_MH: Tensor, lengths: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """M and C of n documents, [n, H, K, K] and [n, H, K, V]: the states that the tokens lead to from units, and from 0.
+
+    They are float32, or float64 for float64 values, also where the tokens are computed by kernels of 16 bits.
+    """
+    (H, V), K = value_MHV.shape[1:], key_MhK.shape[-1]
+    unit_KE = torch.eye(K, K + V, dtype=statistics_dtype(value_MHV), device=value_MHV.device).roll(V, 1)
+    value_MHE = torch.cat([value_MHV, value_MHV.new_zeros(*value_MHV.shape[:2], K)], -1)
+    initial_nHKE = unit_KE.expand(len(lengths), H, K, V + K)
+    _, map_nHKE = delta_rule_chunks(key_MhK, key_MhK, value_MHE, log_decay_MH, beta_MH, initial_nHKE, lengths)
+    added_nHKV, factor_nHKK = map_nHKE.split([V, K], -1)
+    return factor_nHKK, added_nHKV
+
+
 def _broken(key_MhK: Tensor, value_MHV: Tensor, *scalars_MH: Tensor) -> Tensor | None:
     """NaN for each token and head with an input that is not finite, else 0, [M, H]; None: all of them are finite.
 

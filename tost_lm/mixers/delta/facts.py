@@ -27,11 +27,10 @@ from tost_lm.mixers.delta.settings import (
     DeltaShape,
     Sizes,
 )
-from tost_lm.mixers.facts import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentFacts
-from tost_lm.sizes import ALL_GATHER_RANKS
+from tost_lm.mixers.facts import BLOCK_LAUNCHES, AffineFacts, Flops, Load, OwnNumbers
 
 
-class DeltaFacts(RecurrentFacts):
+class DeltaFacts(AffineFacts):
     letter = "D"
     folder = "delta"
     name = "gated delta rule"
@@ -97,23 +96,18 @@ class DeltaFacts(RecurrentFacts):
         return convolved + keys + (8 + 5 * e) * H * V + 24 * H + 16 * h + states + maps
 
     def state_bytes(self, load: Load) -> float:
-        sizes = Sizes.of(load.shape)
-        memory = 8 * sizes.value_heads * sizes.key_size * sizes.value_size
-        return memory + load.element_bytes * sizes.convolved * (CONV_TAPS - 1)
+        return self.summed_bytes(load) + self._taps_bytes(load)
+
+    def map_bytes(self, load: Load) -> tuple[float, float]:
+        _, H, K, V = Sizes.of(load.shape)
+        return 4 * H * K * K, 4 * H * K * V
 
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
-        """The map of the tokens and the state before them, or the gradient of a state; and the convolution's tokens."""
-        sizes = Sizes.of(load.shape)
-        columns = sizes.value_size if backward else sizes.key_size + 2 * sizes.value_size
-        taps = load.element_bytes * sizes.convolved * (CONV_TAPS - 1)
-        return taps + (4 * sizes.value_heads * sizes.key_size * columns if load.sequence <= ALL_GATHER_RANKS else 0)
+        return super().exchanged_bytes(load, backward=backward) + self._taps_bytes(load)
 
-    def passed_on_bytes(self, load: Load) -> float:
-        return self.summed_bytes(load) / 2 if load.sequence > ALL_GATHER_RANKS else 0.0
-
-    def summed_bytes(self, load: Load) -> float:
-        sizes = Sizes.of(load.shape)
-        return 8 * sizes.value_heads * sizes.key_size * sizes.value_size
+    def _taps_bytes(self, load: Load) -> float:
+        """Of the convolution's last tokens."""
+        return load.element_bytes * Sizes.of(load.shape).convolved * (CONV_TAPS - 1)
 
 
 DELTA = DeltaFacts()

@@ -1,13 +1,14 @@
 """The gated delta rule as functions of tensors: any number of tokens with states in and out, and one token."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tost_lm.mixers.delta import fla
-from tost_lm.mixers.delta.chunked import delta_rule_chunks
-from tost_lm.mixers.delta.ranks import final_states, states_before
+from tost_lm.mixers.delta.chunked import delta_rule_chunks, delta_rule_maps
+from tost_lm.ops.affine import affine_scan, initial_states
 from tost_lm.ops.layout import LocalDocuments, SequenceShard
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 
@@ -53,17 +54,19 @@ def delta_rule(
             x if statistics_dtype(x) == dtype else x.to(dtype) for x in (query, key, log_decay, beta)
         )
         log_decay = _Finite.apply(log_decay)
-        initial = _running(initial_state, [N, H, K, V], like=value)
+        initial = initial_states(initial_state, [N, H, K, V], like=value)
         query_M, key_M, value_M, log_decay_M, beta_M = (x.flatten(0, 1) for x in (query, key, value, log_decay, beta))
-        if shard is not None:
-            initial = states_before(shard, local, (key_M, value_M, log_decay_M, beta_M), initial)
-        if fla.obstacle(key, value, fla.needs_gradient(query, key, value, log_decay, beta, initial)) is None:
-            y, final = fla.delta_rule(query, key, value, log_decay, beta, initial, local)
-        else:
-            y, final = delta_rule_chunks(query_M, key_M, value_M, log_decay_M, beta_M, initial, local.lengths)
-        if output_final_state and shard is not None:
-            final = final_states(shard, local, final)
-    return y.view_as(value), final if output_final_state else None
+
+        def scan(before: Tensor) -> tuple[Tensor, Tensor]:
+            if fla.obstacle(key, value, fla.needs_gradient(query, key, value, log_decay, beta, before)) is None:
+                return fla.delta_rule(query, key, value, log_decay, beta, before, local)
+            return delta_rule_chunks(query_M, key_M, value_M, log_decay_M, beta_M, before, local.lengths)
+
+        def maps(tokens: slice, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+            return delta_rule_maps(key_M[tokens], value_M[tokens], log_decay_M[tokens], beta_M[tokens], lengths)
+
+        y, final = affine_scan(scan, maps, initial, local=local, shard=shard, output_final_state=output_final_state)
+    return y.view_as(value), final
 
 
 def delta_rule_step(
@@ -107,16 +110,6 @@ class _Finite(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_log_decay: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return d_log_decay
-
-
-def _running(state: Tensor | None, shape: list[int], like: Tensor) -> Tensor:
-    """The state in the dtype of running sums; zeros for None."""
-    running = running_dtype(like.device)
-    if state is None:
-        return like.new_zeros(shape, dtype=running)
-    if list(state.shape) != shape:
-        raise ValueError(f"the state must be [N, H, K, V] = {shape}, got {list(state.shape)}")
-    return state.to(running)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> None:

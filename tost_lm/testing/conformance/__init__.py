@@ -133,6 +133,8 @@ class Equality:
     """The largest difference that holds."""
     reason: str
     """Where the largest difference is, what a call raised, or why the mixer does not offer the equality."""
+    required: bool = True
+    """Whether `Report.require` accepts no failure."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,9 @@ class Report:
         return [equality.name for equality in self.equalities if equality.result == result]
 
     def require(self) -> None:
-        """Raises AssertionError with the lines of the equalities that fail. Those not offered are accepted."""
-        failed = [f"{e.name}: {e.reason} ({_number(e.error)})" for e in self.equalities if e.result == "fails"]
+        """Raises AssertionError with the lines of the required equalities that fail. Those not offered are accepted."""
+        failures = [e for e in self.equalities if e.result == "fails" and e.required]
+        failed = [f"{e.name}: {e.reason} ({_number(e.error)})" for e in failures]
         if failed:
             raise AssertionError(f"{self.mixer}:\n" + "\n".join(failed))
 
@@ -197,14 +200,16 @@ def check(adapter: MixerAdapter, *, tokens: int = 24, seed: int = 0) -> Report:
 
 def _examine(name: str, test: _Test, adapter: MixerAdapter, tokens: int, seed: int) -> Equality:
     bound = test.bound or adapter.bound
+    required = adapter.contains_nan or test.differences is not equalities.nan_containment
     if obstacle := test.obstacle(adapter):
-        return Equality(name, "not offered", None, bound, obstacle)
+        return Equality(name, "not offered", None, bound, obstacle, required)
     try:
         error, where = max(test.differences(Subject(adapter, seed), tokens))
     except Exception as problem:  # whatever a mixer raises is its result
         lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-        return Equality(name, "fails", math.inf, bound, f"{type(problem).__name__}: {lines[-1] if lines else ''}")
-    return Equality(name, "holds" if error <= bound else "fails", error, bound, where)
+        reason = f"{type(problem).__name__}: {lines[-1] if lines else ''}"
+        return Equality(name, "fails", math.inf, bound, reason, required)
+    return Equality(name, "holds" if error <= bound else "fails", error, bound, where, required)
 
 
 def _always(adapter: MixerAdapter) -> None:

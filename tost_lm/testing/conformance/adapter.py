@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tost_lm.mixers.registry import mixer_class
+from tost_lm.mixers.registry import FACTS, mixer_class
 from tost_lm.model.config import ModelConfig
 from tost_lm.ops.layout import SequenceShard, SequenceSplit
 from tost_lm.ops.positions import SequenceInfo
@@ -86,6 +86,9 @@ class MixerAdapter:
     dtype: torch.dtype = torch.float64
     bound: float = 1e-10
     """The largest relative difference that holds. A mixer that computes in float32 needs about 1e-4."""
+    contains_nan: bool = True
+    """Whether `Report.require` demands that a NaN reaches later tokens of its document only. A masked product within a
+    chunk carries it to earlier ones, as 0 · NaN."""
 
 
 class Subject:
@@ -208,7 +211,8 @@ def layer_adapter(
 ) -> MixerAdapter:
     """The mixer that `letter` has in `model.pattern`.
 
-    A state is that of the layer with the number of tokens so far, which the layer gets as positions.
+    A state is that of the layer with the number of tokens so far, which the layer gets as positions. Of a plugin, the
+    rule about NaN is reported and not required.
 
     Args:
         letter: of a mixer in `tost_lm.mixers.registry.FACTS`.
@@ -223,7 +227,7 @@ def layer_adapter(
         call=partial(_call, config),
         shard=shard,
         concatenate_states=concatenate_aligned,
-        **{"window": config.kept_tokens or None, **fields},
+        **{"window": config.kept_tokens or None, "contains_nan": FACTS[letter].plugin is None, **fields},
     )
 
 

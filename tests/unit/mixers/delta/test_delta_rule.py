@@ -270,7 +270,7 @@ def test_what_is_stored_is_linear_in_the_tokens():
         ({2: (2, 9, 2)}, r"value must be floating point \[B, T, H, V\]"),
         ({3: (2, 9, 3)}, r"log_decay must be \[B, T, H\] = \[2, 9, 2\]"),
         ({4: (2, 8, 2)}, r"beta must be \[B, T, H\]"),
-        ({5: (1, 2, 8, 5)}, r"the state must be \[N, H, K, V\] = \[2, 2, 8, 5\]"),
+        ({5: (1, 2, 8, 5)}, r"the state must be \[2, 2, 8, 5\], got \[1, 2, 8, 5\]"),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(change: dict[int, tuple[int, ...]], message: str):

@@ -1,0 +1,193 @@
+"""States that sequence ranks pass on where tokens map them affinely: S → A S + C, A a diagonal or a matrix.
+
+A depends on the tokens, so a scan column by column (`tost_lm.ops.exchange`) does not fit: the owner of some columns
+would need A of all ranks. Up to `ALL_GATHER_RANKS` ranks gather A and C of all ranks instead, and each scans them. More
+ranks pass states on, from each to the next, and in the backward their gradients from each to the one before. Neither
+depends on the length.
+
+Only a document that crosses the border to the next rank needs A and C: the last one of a rank, or all rows if each row
+is a document. X below is their number; N documents, n of them with tokens on this rank, R ranks. States have the shape
+[N, …, K, V], A [X, …, K, K], or [X, …, K, 1] for a diagonal.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tost_lm.ops.layout import LocalDocuments, SequenceShard, int64_tensor
+from tost_lm.ops.precision import running_dtype
+
+
+def affine_scan(
+    scan: Callable[[Tensor], tuple[Tensor, Tensor]],
+    maps: Callable[[slice, Sequence[int]], tuple[Tensor, Tensor]],
+    initial_N: Tensor,
+    *,
+    local: LocalDocuments,
+    shard: SequenceShard | None,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The outputs of this rank's tokens and the final states, differentiable, on any number of sequence ranks.
+
+    Every rank takes part in the exchanges of both passes, whether or not its outputs depend on the states.
+
+    Args:
+        scan: from the states before this rank's tokens of its n documents, in the dtype of `initial_N`, the outputs and
+            the states after them. Each document is on its own.
+        maps: A and C of documents: called with a slice of this rank's flat tokens and the lengths of the X documents
+            that these are. C is the state that they lead to from 0. Both have one dtype, float32 or float64. It is not
+            called without ranks.
+        initial_N: the states before the sequences. They, the final states and the gradients of both are equal on all
+            ranks.
+        shard: None: all tokens are here.
+
+    Returns:
+        The outputs, and the final states of all N documents, or None unless `output_final_state`.
+    """
+    if shard is None:
+        output, final_N = scan(initial_N)
+        return output, final_N if output_final_state else None
+    count, first = (1, local.offsets[-2]) if local.packed else (len(local.lengths), 0)
+    factor_X, added_X = maps(slice(first, None), local.lengths[-count:])
+    before_n: Tensor = _StatesBefore.apply(factor_X, added_X, initial_N, shard, local)  # pyright: ignore[reportAssignmentType]
+    output, final_n = scan(before_n)
+    output: Tensor = _Dependent.apply(output, before_n)  # pyright: ignore[reportAssignmentType]
+    return output, _final_states(shard, local, final_n) if output_final_state else None
+
+
+def initial_states(state_N: Tensor | None, shape: list[int], like: Tensor) -> Tensor:
+    """The states in the dtype of running sums, on the device of `like`; zeros for None.
+
+    Raises:
+        ValueError: they have another shape.
+    """
+    running = running_dtype(like.device)
+    if state_N is None:
+        return like.new_zeros(shape, dtype=running)
+    if list(state_N.shape) != shape:
+        raise ValueError(f"the state must be {shape}, got {list(state_N.shape)}")
+    return state_N.to(running)
+
+
+class _StatesBefore(torch.autograd.Function):
+    """The states before this rank's tokens of its documents."""
+
+    @staticmethod
+    def forward(
+        ctx, factor_X: Tensor, added_X: Tensor, initial_N: Tensor, shard: SequenceShard, local: LocalDocuments
+    ) -> Tensor:
+        X, V, rank = len(added_X), added_X.shape[-1], shard.split.rank
+        # The states before the documents that begin on a rank are those of this rank only.
+        here_n, starts_R = initial_N[local.documents], _starts(local, shard)
+        own, starts = here_n[-X:].to(added_X.dtype), starts_R[rank]
+        if shard.gathers:
+            rows = torch.cat([added_X, factor_X, own], -1)
+            added_R, factor_R, own_R = _gathered(rows, shard).split([V, factor_X.shape[-1], V], -1)
+            before = torch.zeros_like(own)
+            for r in range(rank):
+                before = added_R[r] + _product(factor_R[r], own_R[r] if starts_R[r] else before)
+            factors = factor_R.contiguous()
+        else:
+            before = shard.pass_on(
+                own, lambda before, c: added_X[..., c] + _product(factor_X, own[..., c] if starts else before)
+            )
+            factors = factor_X[None].contiguous()
+        ctx.shard, ctx.local, ctx.starts_R = shard, local, starts_R
+        ctx.save_for_backward(factors, own if starts else before)
+        return torch.cat([before.to(here_n.dtype), here_n[X:]]) if local.before[0] else here_n.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_before_n: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (factors, previous), shard, local, starts_R = ctx.saved_tensors, ctx.shard, ctx.local, ctx.starts_R
+        X, rank = len(previous), shard.split.rank
+        # What arrives before a rank's first tokens its last document passes on, unless it begins there.
+        d_here = d_before_n[:X].to(factors.dtype) if local.before[0] else torch.zeros_like(previous)
+        if shard.gathers:
+            factor, d_R = factors[rank], _gathered(d_here, shard)
+            d_after = torch.zeros_like(d_here)
+            for r in reversed(range(rank + 1, len(starts_R))):
+                d_after = d_R[r] if starts_R[r] else d_R[r] + _product(factors[r], d_after, transposed=True)
+        else:
+            factor, starts = factors[0], starts_R[rank]
+            d_after = shard.pass_on(
+                d_here,
+                lambda d, c: d_here[..., c] if starts else d_here[..., c] + _product(factor, d, transposed=True),
+                reverse=True,
+            )
+        is_diagonal = factor.shape[-1] == 1
+        d_factor = (d_after * previous).sum(-1, keepdim=True) if is_diagonal else d_after @ previous.mT
+        if not ctx.needs_input_grad[2]:
+            return d_factor, d_after, None, None, None
+        d_initial_N = d_before_n.new_zeros(len(local.whole_lengths), *d_before_n.shape[1:])
+        d_here_n = d_initial_N[local.documents]
+        d_here_n.copy_(d_before_n)
+        if local.before[0]:
+            d_here_n[:X] = 0
+        if starts_R[rank]:
+            d_here_n[-X:] += _product(factor, d_after, transposed=True).to(d_here_n.dtype)
+        return d_factor, d_after, _summed(d_initial_N, shard), None, None
+
+
+class _Dependent(torch.autograd.Function):
+    """The first tensor. The backward of the second is called with that of the first, on each rank."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, before_n: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dx, None
+
+
+class _Collected(torch.autograd.Function):
+    """The sum over ranks, which all of them have, like its gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, shard: SequenceShard) -> Tensor:
+        return _summed(x, shard)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dx, None
+
+
+def _final_states(shard: SequenceShard, local: LocalDocuments, final_n: Tensor) -> Tensor:
+    """The states after all N documents, equal on all ranks, from those after this rank's tokens of n documents."""
+    ends_n = int64_tensor(local.after, final_n.device) == 0
+    ended_n = final_n.where(ends_n.view(-1, *[1] * (final_n.dim() - 1)), 0)
+    padding = [local.documents.start, len(local.whole_lengths) - local.documents.stop]
+    rows = [ended_n.new_zeros(size, *ended_n.shape[1:]) for size in padding]
+    return _Collected.apply(torch.cat([rows[0], ended_n, rows[1]]), shard)  # pyright: ignore[reportReturnType]
+
+
+def _starts(local: LocalDocuments, shard: SequenceShard) -> tuple[bool, ...]:
+    """Whether the X documents of each rank begin on it."""
+    ends = [0, *accumulate(shard.split.lengths)]
+    if not local.packed:
+        return tuple(start == 0 for start in ends[:-1])
+    offsets = [0, *accumulate(local.whole_lengths)]
+    return tuple(any(start <= x < end for x in offsets[:-1]) for start, end in pairwise(ends))
+
+
+def _product(factor: Tensor, state: Tensor, *, transposed: bool = False) -> Tensor:
+    if factor.shape[-1] == 1:
+        return factor * state
+    return (factor.mT if transposed else factor) @ state
+
+
+def _gathered(x: Tensor, shard: SequenceShard) -> Tensor:
+    """x of all ranks, [R, …]."""
+    rows = shard.exchange_rows(x.flatten(), lambda row_RC, _: row_RC.flatten().expand(len(row_RC), -1))
+    return rows.unflatten(0, (-1, *x.shape))
+
+
+def _summed(x: Tensor, shard: SequenceShard) -> Tensor:
+    total = shard.exchange_rows(x.reshape(1, -1), lambda row_R1C, _: row_R1C.sum(0).expand_as(row_R1C))
+    return total.view_as(x)
