@@ -28,6 +28,7 @@ from pydantic_core import PydanticCustomError
 from tost_lm.errors import ConfigError, TostError, did_you_mean, printable
 from tost_lm.files import regular_file
 from tost_lm.redaction import redact_text
+from tost_lm.remote import PACKAGES, as_path
 
 RECIPES = Path(__file__).parent / "recipes"
 COMMAND_LINE = "command line"
@@ -63,6 +64,8 @@ def find_recipe(path: Path) -> Path:
 
 NAMES_FILES = "names files"
 """Annotates a setting of strings that name files or folders, as Path does: `Annotated[str, NAMES_FILES]`."""
+TAKES_URLS = "takes URLs"
+"""Annotates a setting whose files or folders may be at URLs of `tost_lm.remote`: `Annotated[Path, TAKES_URLS]`."""
 
 
 def require_local(name: str, path: str | Path) -> None:
@@ -71,12 +74,26 @@ def require_local(name: str, path: str | Path) -> None:
         raise ConfigError(f"{name}: {problem}")
 
 
-def _problem_of_url(path: str | Path) -> str | None:
+def path_or_url(name: str, path: str | Path) -> Path:
+    """A path, or a URL of `tost_lm.remote`. Raises ConfigError, which names the argument, if it is another URL."""
+    if problem := _problem_of_url(path, takes_urls=True):
+        raise ConfigError(f"{name}: {problem}")
+    return as_path(path)
+
+
+def _problem_of_url(path: str | Path, *, takes_urls: bool = False) -> str | None:
     slashes = "/" if isinstance(path, Path) else "//"  # Path makes one slash of two
-    url = re.match(rf"([A-Za-z][A-Za-z0-9+.-]*):{slashes}(.*)", str(path))
+    url = re.match(rf"([A-Za-z][A-Za-z0-9+.-]*):/?{slashes}(.*)", str(path))
     if url is None:
         return None
-    return f"URLs are not supported: {redact_text(f'{url[1]}://{url[2]}')}; give the path of a local copy or of a mount"
+    shown = redact_text(f"{url[1]}://{url[2]}")
+    if not takes_urls:
+        return f"URLs are not supported: {shown}; give the path of a local copy or of a mount"
+    if url[1] not in PACKAGES:
+        return f"such URLs are not supported: {shown}; give the path of a local copy or a URL of {', '.join(PACKAGES)}"
+    if "@" in url[2].partition("/")[0]:
+        return f"credentials in a URL: {shown}; remove them, and set them as the storage's own tools read them"
+    return None
 
 
 class Section(BaseModel):
@@ -91,11 +108,14 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _files_are_local(cls, value: Any, info: ValidationInfo) -> Any:
-        kinds = (str, Path) if NAMES_FILES in cls.model_fields[info.field_name or ""].metadata else Path
+        marks = cls.model_fields[info.field_name or ""].metadata
+        takes_urls = TAKES_URLS in marks
+        kinds = (str, Path) if NAMES_FILES in marks or takes_urls else Path
         values = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
-        if problem := next(filter(None, (_problem_of_url(one) for one in values if isinstance(one, kinds))), None):
+        problems = (_problem_of_url(one, takes_urls=takes_urls) for one in values if isinstance(one, kinds))
+        if problem := next(filter(None, problems), None):
             raise PydanticCustomError("url", "{problem}", {"problem": problem})
-        return value
+        return as_path(value) if isinstance(value, Path) else value
 
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -381,6 +401,7 @@ def run_program(
     positional: Literal["CONFIG", "[CONFIG]", "[ARGUMENT…]", "RUN", "RUN…", "RUN TASK…", "FOLDER", "SOURCE"],
     config: type[AnySection],
     prompt: str | None = None,
+    takes_urls: bool = False,
     arguments: Sequence[str] | None = None,
 ) -> NoReturn:
     """Read the command line, build the configuration, call `main(path, config)` and exit.
@@ -393,6 +414,7 @@ def run_program(
             settings.
             `[ARGUMENT…]` is for a program that reads its arguments itself and passes `arguments=[]`.
         prompt: the setting that a second positional argument sets, unless that has the form of a setting.
+        takes_urls: the first path may be a URL of `tost_lm.remote`.
 
     `--dry-run` prints the resolved configuration and exits. Exit codes: 0 success, 2 bad input (one line for each
     problem on stderr), 130 Ctrl-C, 141 broken pipe of the output, 1 (with a traceback) a bug.
@@ -411,7 +433,7 @@ def run_program(
             section = words[words.index(flag) + 1 :][:1]
             print(_help_of_section(config, section[0], usage) if section else help_text(doc, usage, config))
             sys.exit(0)
-        paths, overrides, dry_run = _parse(command, positional, prompt, words, list(config.model_fields))
+        paths, overrides, dry_run = _parse(command, positional, prompt, words, list(config.model_fields), takes_urls)
         file = None
         if "CONFIG" in positional and paths:
             paths[-1] = file = find_recipe(paths[-1])
@@ -482,7 +504,7 @@ def _help_of_section(config: type[Section], name: str, usage: str) -> str:
 
 
 def _parse(
-    command: str, positional: str, prompt: str | None, words: list[str], sections: list[str]
+    command: str, positional: str, prompt: str | None, words: list[str], sections: list[str], takes_urls: bool
 ) -> tuple[list[Path], list[str], bool]:
     flags = [word for word in words if word.startswith("-")]
     unknown = [flag for flag in flags if flag != "--dry-run"]
@@ -507,9 +529,10 @@ def _parse(
         if any(word.startswith(f"{prompt}=") for word in rest[2:]):
             raise ConfigError(f"{prompt} is given twice, after the {positional} and as a setting; remove one")
         rest[1] = f"{prompt}={toml_value(rest[1])}"
-    for path in paths:
-        require_local(positional.strip("[…]"), path)
-    return [Path(path) for path in paths], rest[len(paths) :], bool(flags)
+    for number, path in enumerate(paths):
+        check = path_or_url if takes_urls and not number else require_local
+        check(positional.strip("[…]"), path)
+    return [as_path(path) for path in paths], rest[len(paths) :], bool(flags)
 
 
 def _suite_and_names(config: type[Section], words: Sequence[Path]) -> tuple[Path | None, list[str]]:

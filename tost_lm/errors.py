@@ -48,6 +48,10 @@ class DataError(TostError):
     """A corpus, tokenizer or shard folder is missing, damaged or inconsistent with the others."""
 
 
+class StorageError(DataError):
+    """A file at a URL cannot be read or written: the storage cannot be reached, refuses, or has other bytes."""
+
+
 class CheckpointError(TostError):
     """A checkpoint is missing, incomplete, damaged or of another model."""
 

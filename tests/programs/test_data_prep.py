@@ -213,7 +213,7 @@ def test_errors_are_one_line_and_change_no_output(config, tmp_path):
         "tokenizer.vocab_sise=500": "tokenizer.vocab_sise: unknown key (did you mean tokenizer.vocab_size?)",
         "tokenizer.vocab_size=100000": "vocab_size 100000: too large for this training text; set at most",
         "tokenizer.path=/dev/null/tokenizer.model": "/dev/null/tokenizer.model: cannot be written",
-        "tokenizer.path=s3://bucket/x": "tokenizer.path: URLs are not supported: s3://bucket/x; give",
+        "tokenizer.path=s3://bucket/x": ": the model at s3://bucket/x is used as it is; set tokenizer.vocab_size=none",
     }
     for override, problem in mistakes.items():
         assert problem in refusal("tost prepare tokenizer", config, override, cwd=tmp_path)

@@ -13,7 +13,7 @@ The file that a launch locks is beside the folder: see `run_lock.py`.
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tost_lm.checkpointing.format import GIVE, MANIFEST, Progress, verify_checkp
 from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.errors import CheckpointError, ConfigError, first_problem
 from tost_lm.files import read_rows
+from tost_lm.remote import RemotePath, list_files, local_copy
 
 CHECKPOINTS, ENVIRONMENT, FLIGHT_RECORDER = "checkpoints", "env.json", "flight_recorder"
 
@@ -100,8 +101,14 @@ def step_folder(run_folder: Path, step: int) -> Path:
 
 
 def step_folders(run_folder: Path) -> list[Path]:
-    """The checkpoints of a run, valid or not, oldest first."""
-    return sorted((run_folder / CHECKPOINTS).glob("step_" + "[0-9]" * 8))
+    """The checkpoints of a run, valid or not, oldest first; at a URL those that are complete. Raises StorageError."""
+    folder = run_folder / CHECKPOINTS
+    if isinstance(folder, RemotePath):
+        files = list_files(folder, deep=True)
+        return sorted(
+            folder / name for name in {name.partition("/")[0] for name in files} if f"{name}/{MANIFEST}" in files
+        )
+    return sorted(folder.glob("step_" + "[0-9]" * 8))
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -115,12 +122,15 @@ def find_checkpoint(
 ) -> Path:
     """The checkpoint folder of `path`: a step folder or export itself, or the newest valid checkpoint of a run folder.
 
-    Damaged checkpoints of a run folder are skipped with a message to `warn`; `verify` raises CheckpointError for them.
+    Of a URL it is a copy in the cache. Damaged checkpoints of a run folder are skipped with a message to `warn`;
+    `verify` raises CheckpointError for them.
 
     Raises:
         CheckpointError: there is no valid checkpoint.
     """
-    if not path.exists():
+    if isinstance(path, RemotePath):
+        path = path if step_folders(path) else local_copy(path, _verify_model)
+    elif not path.exists():
         raise CheckpointError(f"{path}: no such folder; {GIVE}")
     if (path / MANIFEST).is_file():
         verify(path)
@@ -129,6 +139,23 @@ def find_checkpoint(
         return newest
     reason = "none of its checkpoints is valid" if step_folders(path) else "it holds no checkpoint"
     raise CheckpointError(f"{path}: not a checkpoint: {reason}; {GIVE}")
+
+
+def local_model(path: Path) -> Path:
+    """A local path itself; of a URL, a copy in the cache: a run's newest valid checkpoint, or any model's folder or
+    file.
+
+    Raises:
+        CheckpointError: as `find_checkpoint`.
+        StorageError: the storage cannot be reached, or refuses; or there is no such file.
+    """
+    is_run = isinstance(path, RemotePath) and step_folders(path)
+    return find_checkpoint(path) if is_run else local_copy(path, _verify_model)
+
+
+def _verify_model(copy: Path) -> None:
+    if (copy / MANIFEST).is_file():  # not of the Hugging Face library
+        verify_checkpoint(copy)
 
 
 def newest_checkpoints(run_folder: Path, count: int) -> list[Path]:
@@ -150,8 +177,9 @@ def _valid_steps(run_folder: Path, warn: Callable[[str], None], verify: Callable
     """The step folders that `verify` accepts, newest first."""
     for step in reversed(step_folders(run_folder)):
         try:
-            verify(step)
-            yield step
+            folder = local_copy(step, verify_checkpoint)
+            verify(folder)
+            yield folder
         except CheckpointError as error:
             warn(f"skipped checkpoint: {error}")
 
@@ -163,19 +191,27 @@ def prune(newest: Path, settings: CheckpointConfig) -> None:
     Checkpoints after `newest` are damaged, because the run resumed from an earlier one; they do not count.
     """
     folders = [folder for folder in step_folders(newest.parent.parent) if folder.name <= newest.name]
-    kept = {*folders[-settings.keep_latest_k :]}
-    if retain := settings.retain_interval:
-        kept |= {folder for folder in folders if (step_of(folder) or 0) % retain == 0}
-    begun = max((stage.first_step for stage in Progress.read(newest).stages), default=0)
-    of_stage = [folder for folder in folders if (step_of(folder) or 0) > begun]
-    losses = {folder: loss for folder in of_stage if (loss := _validation_loss(folder)) is not None}
-    if losses:
-        kept.add(min(losses, key=lambda folder: losses[folder]))  # the oldest of equals
+    kept = kept_folders(folders, settings)
     for folder in folders:
         if folder not in kept:
             folder.rename(folder.with_name(f".{folder.name}.gone"))  # no reader sees a half-deleted folder
     for leftover in newest.parent.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)  # on NFS an open file stays until the next call
+
+
+def kept_folders(
+    folders: Sequence[Path], settings: CheckpointConfig, read: Callable[[Path], Progress] = Progress.read
+) -> set[Path]:
+    """Those of the checkpoints of a run, oldest first, that `settings` keeps. `read` reads their progress."""
+    kept = {*folders[-settings.keep_latest_k :]}
+    if retain := settings.retain_interval:
+        kept |= {folder for folder in folders if (step_of(folder) or 0) % retain == 0}
+    begun = max((stage.first_step for folder in folders[-1:] for stage in read(folder).stages), default=0)
+    of_stage = [folder for folder in folders if (step_of(folder) or 0) > begun]
+    losses = {folder: loss for folder in of_stage if (loss := _validation_loss(folder, read)) is not None}
+    if losses:
+        kept.add(min(losses, key=lambda folder: losses[folder]))  # the oldest of equals
+    return kept
 
 
 def require_disk_space(folder: Path, needed: int, settings: CheckpointConfig, what: str) -> None:
@@ -220,9 +256,9 @@ def require_disk_space_for_run(
     require_disk_space(run_folder / CHECKPOINTS, new * checkpoint_bytes, settings, what)
 
 
-def _validation_loss(folder: Path) -> float | None:
+def _validation_loss(folder: Path, read: Callable[[Path], Progress]) -> float | None:
     try:
-        loss = Progress.read(folder).validation_loss
+        loss = read(folder).validation_loss
     except CheckpointError:
         return None  # damaged
     return loss if loss is not None and math.isfinite(loss) else None

@@ -1,8 +1,12 @@
 """Checkpoints: what they contain, how they are written, kept and read, and their settings."""
 
-from pydantic import Field
+from pathlib import Path
+from typing import Annotated
 
-from tost_lm.config import Section
+from pydantic import Field, field_validator
+
+from tost_lm.config import TAKES_URLS, Section
+from tost_lm.remote import RemotePath
 
 
 class CheckpointConfig(Section):
@@ -16,3 +20,12 @@ class CheckpointConfig(Section):
     """Checkpoints at multiples of this many steps are kept forever."""
     asynchronous: bool = True
     """Write in the background from a copy in host memory (async save); otherwise training waits."""
+    upload: Annotated[Path | None, TAKES_URLS] = None
+    """Upload every checkpoint in the background, to UPLOAD/NAME of the run's name at a URL (s3://bucket/runs), with the same retention. A launch fetches the newest one there unless the run folder has one that is not older."""
+
+    @field_validator("upload")
+    @classmethod
+    def _is_url(cls, upload: Path | None) -> Path | None:
+        if upload and not isinstance(upload, RemotePath):
+            raise ValueError(f"checkpoint.upload {upload}: not a URL; write it as s3://bucket/folder")
+        return upload

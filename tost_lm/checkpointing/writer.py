@@ -1,8 +1,8 @@
 """Writing the checkpoints of a run.
 
 Each rank copies some of the tensors to host memory and writes them, in a thread, while training continues. Rank 0's
-thread prepares the folder before the others write. After them it writes the manifest, renames the folder and applies
-the retention.
+thread prepares the folder before the others write. After them it writes the manifest, renames the folder, applies the
+retention and starts the upload.
 """
 
 import errno
@@ -36,6 +36,7 @@ from tost_lm.checkpointing.format import (
 )
 from tost_lm.checkpointing.run_folder import prune, require_disk_space, require_disk_space_for_run, step_folder
 from tost_lm.checkpointing.settings import CheckpointConfig
+from tost_lm.checkpointing.uploads import Uploads
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import CheckpointError
 from tost_lm.files import make_temp_folder
@@ -60,6 +61,8 @@ class RunFiles(NamedTuple):
     tokenizer: Tokenizer
     card: Callable[[Path], str]
     """The model card of a checkpoint folder that has all files but the manifest."""
+    uploads: Uploads | None = None
+    """Uploads each checkpoint; None: they stay local."""
 
 
 class CheckpointWriter:
@@ -120,6 +123,16 @@ class CheckpointWriter:
             self._newest_step = -1  # the save may be repeated
             raise error
 
+    def finish_uploads(self, while_waiting: Callable[[], object]) -> None:
+        """On rank 0, wait until the checkpoints are uploaded. Raises CheckpointError if the newest one is not."""
+        if self._messages.rank == 0 and self._run.uploads:
+            self._run.uploads.finish(while_waiting)
+
+    @property
+    def seconds_to_stop(self) -> float:
+        """Duration [s] of a last save with its upload, as far as it is known."""
+        return self.save_seconds + (self._run.uploads.seconds if self._run.uploads else 0.0)
+
     def _work(self, progress: Progress, started: float) -> None:
         folder = step_folder(self._run.folder, progress.step)
         temp_folder = folder.with_name(f".{folder.name}.tmp")
@@ -152,6 +165,8 @@ class CheckpointWriter:
                 publish_checkpoint(temp_folder, folder, entries)
             with _explain_write_errors(folder.parent):
                 prune(folder, self._settings)
+            if self._run.uploads:
+                self._run.uploads.start(folder)
         except Exception as error:
             rmtree(temp_folder, ignore_errors=True)
             with suppress(NoMessageError):

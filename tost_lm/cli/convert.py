@@ -10,7 +10,7 @@
 The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, or a folder of the Hugging
 Face library with GPT-2, Llama, Qwen3, Qwen3.5 or OLMo-Hybrid. The result is a model folder, which every program reads.
 It also has the optimizer's moments and the number of updates of a ckpt.pt. Its model card, README.md, names the source.
-Logits stay the same up to rounding. A checkpoint that would run code is refused.
+Logits stay the same up to rounding. A checkpoint that would run code is refused. Source and result may be at URLs.
 
 With convert.to=authors the source is a run folder (its newest valid checkpoint), a step folder or an export. Their
 train.py resumes and evaluates the result (init_from=resume); the optimizer's moments start from zero there. Their
@@ -25,29 +25,32 @@ checkpoints.
 """
 
 import json
+from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 from pydantic import Field, model_validator
 
-from tost_lm.config import Section, run_program
+from tost_lm.config import TAKES_URLS, Section, run_program
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import sha256_file
 from tost_lm.interop import Target
+from tost_lm.remote import RemotePath, list_files, local_copy, upload_folder, work_folder
 from tost_lm.version import VERSION
 
 
 class ConversionConfig(Section):
     """The target, and the tokenizer."""
 
-    folder: Path
-    """New folder for the result: a model folder, or with `to=authors` one with a ckpt.pt."""
+    folder: Annotated[Path, TAKES_URLS]
+    """New folder for the result, perhaps at a URL: a model folder, or with `to=authors` one with a ckpt.pt."""
     to: Target = "ours"
     """`ours`: to a model folder. From a run or model: `authors`: to a ckpt.pt; others: to the Hugging Face library."""
-    like: Path | None = None
+    like: Annotated[Path | None, TAKES_URLS] = None
     """Folder of the Hugging Face library whose tokenizer the model has, and whose other files and settings are kept."""
-    tokenizer: Path | None = None
+    tokenizer: Annotated[Path | None, TAKES_URLS] = None
     """Folder with encoder.json and vocab.bpe, or tokenizer.model; default: the source's, or else GPT-2's."""
     mean_of: int | None = Field(default=None, gt=1)
     """To a model folder with the mean of the weights in this many checkpoints of a run, the newest."""
@@ -72,15 +75,29 @@ class ConvertConfig(Section):
 
 
 def main(path: Path, config: ConvertConfig) -> None:
+    from tost_lm.checkpointing.format import MANIFEST
+    from tost_lm.checkpointing.run_folder import local_model
+    from tost_lm.interop.gpt2 import CONFIG
+
     conversion = config.convert
-    if conversion.folder.exists():
-        raise ConfigError(f"{conversion.folder}: exists already; give another convert.folder")
-    convert = _mean if conversion.mean_of else _to_ours if conversion.to == "ours" else _from_ours
-    for line in convert(path, conversion):
-        print(line)
+    folder = conversion.folder
+    if list_files(folder) if isinstance(folder, RemotePath) else folder.exists():
+        raise ConfigError(f"{folder}: exists already; give another convert.folder")
+    source = path if conversion.mean_of else local_model(path)
+    copies = {name: copy and local_copy(copy) for name in ("like", "tokenizer") for copy in [getattr(conversion, name)]}
+    with work_folder() if isinstance(folder, RemotePath) else nullcontext(folder.parent) as parent:
+        written = parent / folder.name
+        to_ours = partial(_to_ours, named=path)
+        convert = _mean if conversion.mean_of else to_ours if conversion.to == "ours" else _from_ours
+        lines = convert(source, conversion.model_copy(update={**copies, "folder": written}))
+        if isinstance(folder, RemotePath):
+            upload_folder(written, folder, MANIFEST if (written / MANIFEST).exists() else CONFIG)
+    for line in lines:
+        print(line.replace(str(written), str(folder)).replace(str(source), str(path)))
 
 
-def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
+def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[str]:
+    """`named` is the source in the record."""
     from tost_lm.checkpointing.format import CARD, CONVERSION, Progress, shard_name, write_checkpoint, write_tensors
     from tost_lm.data.tokenizers.gpt2 import RANKS, gpt2_tokenizer
     from tost_lm.interop.card import model_card
@@ -109,7 +126,7 @@ def _to_ours(source: Path, conversion: ConversionConfig) -> list[str]:
             f"{source}: its vocabulary of {config.vocab_size} ids is smaller than the tokenizer's: "
             f"{tokenizer.vocab_size}; give convert.tokenizer=FOLDER with the model's tokenizer"
         )
-    record = _record(source, foreign.title, [source] if source.is_file() else weight_files(source))
+    record = _record(named, foreign.title, [source] if source.is_file() else weight_files(source))
     if found.iterations is not None:
         record |= {"iterations": found.iterations, "nats_per_token": found.best_nats}
 
@@ -180,4 +197,6 @@ def _from_ours(source: Path, conversion: ConversionConfig) -> list[str]:
 
 
 def run() -> NoReturn:
-    run_program(main, name="tost convert", doc=__doc__ or "", positional="SOURCE", config=ConvertConfig)
+    run_program(
+        main, name="tost convert", doc=__doc__ or "", positional="SOURCE", config=ConvertConfig, takes_urls=True
+    )

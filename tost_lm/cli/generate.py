@@ -90,6 +90,7 @@ def run() -> NoReturn:
         positional="RUN",
         config=GenerateConfig,
         prompt="sample.prompt",
+        takes_urls=True,
     )
 
 

@@ -5,14 +5,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tost_lm.config import NAMES_FILES, Section
+from tost_lm.config import NAMES_FILES, TAKES_URLS, Section
+from tost_lm.remote import RemotePath
 
 
 class CorpusConfig(Section):
     """The source of documents, the rows to keep, and the split."""
 
-    source: Annotated[str, NAMES_FILES] = Field(min_length=1)
-    """`embedded` (the running Python's own documentation and sources); a file, a folder or a glob of .txt, .md, .jsonl, .json, .parquet, .arrow files (text and JSON also as .gz, .zst); `hub:NAME` for a Hugging Face dataset; or token files of Megatron, by PREFIX of PREFIX.bin and PREFIX.idx or by a glob that ends in .idx."""
+    source: Annotated[str, TAKES_URLS] = Field(min_length=1)
+    """`embedded` (the running Python's own documentation and sources); a file, a folder or a glob, also at a URL, of .txt, .md, .jsonl, .json, .parquet, .arrow files (text and JSON also as .gz, .zst); `hub:NAME` for a Hugging Face dataset; or token files of Megatron, by PREFIX of PREFIX.bin and PREFIX.idx or by a glob that ends in .idx."""
     text_field: str = "text"
     """Field with the text of a document in JSON, Parquet, Arrow and hub datasets."""
     text_documents: Literal["file", "line"] = "file"
@@ -60,8 +61,8 @@ class TokenizerConfig(Section):
 
     kind: Literal["sentencepiece", "gpt2", "hf"] = "sentencepiece"
     """`gpt2` and `hf` (a tokenizer.json of the Hugging Face library) need no training, but the packages tiktoken and tokenizers."""
-    path: Path | None = None
-    """sentencepiece: the model file, which `tost prepare tokenizer` writes together with a .json record. gpt2: the folder of encoder.json and vocab.bpe; unset: download them. hf: the tokenizer.json."""
+    path: Annotated[Path | None, TAKES_URLS] = None
+    """sentencepiece: the model file, which `tost prepare tokenizer` writes together with a .json record. gpt2: the folder of encoder.json and vocab.bpe; unset: download them. hf: the tokenizer.json. It may be at a URL."""
     eot_token: str | None = None
     """hf: the token that ends a document, for example `<|endoftext|>`; a tokenizer.json does not name it."""
     vocab_size: int | None = Field(default=None, ge=300)
@@ -79,6 +80,11 @@ class TokenizerConfig(Section):
             raise ValueError("tokenizer.path: not set; set it to a tokenizer.json")
         if self.path is not None and not self.path.name:
             raise ValueError(f"tokenizer.path {self.path}: not a file name; add one, for example tokenizer.model")
+        if isinstance(self.path, RemotePath) and self.vocab_size:
+            raise ValueError(
+                f"tokenizer.vocab_size {self.vocab_size}: the model at {self.path} is used as it is; set "
+                "tokenizer.vocab_size=none, or tokenizer.path to a local file to train one"
+            )
         unused = {"sentencepiece": ["eot_token"], "gpt2": ["eot_token", "vocab_size"], "hf": ["vocab_size"]}[self.kind]
         for name in unused:
             if getattr(self, name):

@@ -1,7 +1,9 @@
-"""Reads a shard folder with NumPy; tokens are memory-mapped and checked on first use."""
+"""Reads a shard folder with NumPy. Tokens are checked on first use: mapped into memory, or at a URL read by blocks."""
 
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,18 +23,30 @@ from tost_lm.data.shard_format import (
 from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import DataError
 from tost_lm.files import regular_file, sha256_bytes, sha256_file
+from tost_lm.remote import (
+    FETCHED_AT_ONCE,
+    Block,
+    RemotePath,
+    blocks_folder,
+    fetch_blocks,
+    list_files,
+    local_copy,
+    read_block,
+)
 
 
 class Shards:
-    """An opened shard folder.
+    """An opened shard folder. Of one at a URL, all files but the tokens are copied to the cache.
 
     `manifest` is the content of manifest.json. `fingerprint` (hex SHA-256) identifies the tokens and the tokenizer; it
     does not depend on the path of the corpus.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, manifest: dict[str, Any], copy: Path | None = None) -> None:
+        """`copy` of a folder at a URL."""
         self.folder = folder
         self.manifest = manifest
+        self._files = copy or folder
         tokens = {key: manifest[key] for key in ("tokenizer", "dtype", "splits")}
         self.fingerprint = sha256_bytes(json.dumps(tokens, sort_keys=True).encode())
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
@@ -43,15 +57,31 @@ class Shards:
         """Open a folder after a fast check: the manifest's hash, all file sizes and the tokenizer's hash.
 
         Raises:
-            DataError: not a shard folder, an unknown format, a missing or truncated file, or another tokenizer.
+            DataError: not a shard folder, an unknown format, a missing or truncated file, or another tokenizer. At a
+                URL also StorageError, and hashes of other files but the tokens are compared.
         """
+        if isinstance(folder, RemotePath):
+            sizes = {name: file.size for name, file in list_files(folder).items()}
+
+            def check(copy: Path) -> None:
+                cls(folder, read_manifest(copy), copy)._check(sizes.get, hash_lengths=True)
+
+            copy = local_copy(folder, check, lambda name: not name.endswith(".bin"))
+            return cls(folder, read_manifest(copy), copy)
         shards = cls(folder, read_manifest(folder))
-        for split in SPLITS:
-            for entry in shards.entries(split):
-                for ending, size in zip(("bin", "idx"), file_sizes(entry, shards.manifest["dtype"]), strict=True):
-                    _check_size(folder / f"{entry['name']}.{ending}", size)
-        shards._check_tokenizer()
+        shards._check(lambda name: _size(folder / name))
         return shards
+
+    def _check(self, size_of: Callable[[str], int | None], *, hash_lengths: bool = False) -> None:
+        """The check of `open`. `size_of` gives the bytes of a file; None: it is missing."""
+        for split in SPLITS:
+            for entry in self.entries(split):
+                for ending, size in zip(("bin", "idx"), file_sizes(entry, self.manifest["dtype"]), strict=True):
+                    name = f"{entry['name']}.{ending}"
+                    _check_size(self.folder / name, size_of(name), size)
+                if hash_lengths:
+                    self.document_lengths(entry)
+        self._check_tokenizer()
 
     def verify(self, *splits: str) -> None:
         """The full check of the named splits (default: all): read everything that has a hash and compare it.
@@ -70,7 +100,7 @@ class Shards:
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made these tokens."""
-        return read_tokenizer(find_tokenizer(self.folder))
+        return read_tokenizer(find_tokenizer(self._files))
 
     def entries(self, split: str) -> list[dict[str, Any]]:
         """The manifest entries of the shards of a split, in reading order."""
@@ -94,8 +124,8 @@ class Shards:
 
     def text_bytes(self, entry: dict[str, Any]) -> "np.ndarray":
         """Bytes of text of each document of a shard of a partition, int64 [documents]. Raises DataError if damaged."""
-        path = self.folder / f"{entry['name']}.{TEXT_BYTES}"
-        _check_size(path, entry["documents"] * 8)
+        path = self._files / f"{entry['name']}.{TEXT_BYTES}"
+        _check_size(path, _size(path), entry["documents"] * 8)
         sizes = np.fromfile(path, np.int64)
         if sizes.min() < 0 or sizes.sum() != entry["bytes"]:
             raise DataError(f"{path}: damaged, its sum differs from the manifest; {AGAIN}")
@@ -122,43 +152,81 @@ class Shards:
 
     def bad_rows(self) -> list[dict[str, str]]:
         """A sample of the unreadable rows: `where` and `reason` of each."""
-        path = self.folder / BAD_ROWS
+        path = self._files / BAD_ROWS
         return [json.loads(line) for line in regular_file(path).read_text().splitlines()] if path.is_file() else []
 
     def document_lengths(self, entry: dict[str, Any]) -> "np.ndarray":
         """As `lengths`, of one shard, int32 [documents]."""
-        return read_lengths(self.folder / f"{entry['name']}.idx", entry)
+        return read_lengths(self._files / f"{entry['name']}.idx", entry)
 
     def _check_tokenizer(self) -> None:
-        path = find_tokenizer(self.folder)
+        path = find_tokenizer(self._files)
         if sha256_file(path) != self.manifest["tokenizer"]["sha256"]:
             raise DataError(f"{path}: wrong tokenizer for the shards, its SHA-256 differs from the manifest; {AGAIN}")
 
 
-def _check_size(path: Path, size: int) -> None:
-    if not path.is_file():
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _check_size(path: Path, found: int | None, size: int) -> None:
+    if found is None:
         raise DataError(f"{path}: missing; {AGAIN}")
-    if path.stat().st_size != size:
-        raise DataError(f"{path}: damaged, {path.stat().st_size} bytes instead of {size}; {AGAIN}")
+    if found != size:
+        raise DataError(f"{path}: damaged, {found} bytes instead of {size}; {AGAIN}")
+
+
+class RemoteTokens:
+    """The tokens of a shard at a URL [tokens]. Slices are copies."""
+
+    def __init__(self, url: RemotePath, dtype: str, start: int, tokens: int, hashes: Sequence[str]) -> None:
+        """The tokens begin at byte `start` of the file; each block of HASH_BLOCK_BYTES has one of the `hashes`."""
+        self.itemsize = np.dtype(dtype).itemsize
+        self._url, self._dtype, self._hashes = url, dtype, hashes
+        self._start, self._stop = start, start + tokens * self.itemsize
+        self._cache = blocks_folder()
+
+    def __getitem__(self, wanted: slice) -> "np.ndarray":
+        """Raises StorageError."""
+        begin, end = wanted.start * self.itemsize, wanted.stop * self.itemsize
+        firsts = range(begin - begin % HASH_BLOCK_BYTES, end, HASH_BLOCK_BYTES)
+        parts = [
+            read_block(self.block(first // HASH_BLOCK_BYTES), max(begin - first, 0), min(end - first, HASH_BLOCK_BYTES))
+            for first in firsts
+        ]
+        return np.frombuffer(b"".join(parts), self._dtype)
+
+    def block(self, number: int) -> Block:
+        """Where block `number` is."""
+        first = self._start + number * HASH_BLOCK_BYTES
+        xxh3 = self._hashes[number]
+        stop = min(first + HASH_BLOCK_BYTES, self._stop)
+        return Block(self._url, first, stop, xxh3, f"{self._cache}/{xxh3[:2]}/{xxh3}")
 
 
 class TokenShard:
-    """The tokens of one shard [tokens], memory-mapped. Slices are read-only views.
+    """The tokens of one shard [tokens], memory-mapped or at a URL. Slices are read-only.
 
     A block is checked once, before its first use: against its hash, and its ids against the vocabulary. Later changes
     of the block are not seen. A forked process does not know what its parent checks afterwards.
     """
 
     def __init__(self, folder: Path, entry: dict[str, Any], dtype: str, vocab_size: int) -> None:
-        """`entry` of the manifest. Raises DataError if the file is missing or has another size."""
+        """`entry` of the manifest. Raises DataError if the file is missing or has another size, or has no hashes at a
+        URL."""
         self._path, self._tokens, self._hashes = folder / f"{entry['name']}.bin", entry["tokens"], entry["bin_xxh3"]
         self._bytes, self._vocab_size = file_sizes(entry, dtype)[0], vocab_size
-        self.check_size()
-        self._start = entry["linked"]["first_token"] * np.dtype(dtype).itemsize if "linked" in entry else 0
-        # A slice of an np.memmap takes 2 µs.
-        self._array = np.asarray(np.memmap(regular_file(self._path), dtype, "r", self._start, (self._tokens,)))
-        self._block_tokens = HASH_BLOCK_BYTES // self._array.itemsize
+        itemsize = np.dtype(dtype).itemsize
+        self._start = entry["linked"]["first_token"] * itemsize if "linked" in entry else 0
+        self._block_tokens = HASH_BLOCK_BYTES // itemsize
         self._checked = bytearray(-(-self._tokens // self._block_tokens))
+        self.check_size()
+        if isinstance(self._path, RemotePath):
+            if len(self._hashes) < len(self._checked):
+                raise DataError(f"{self._path}: its tokens have no hashes; link them with shards.hash_tokens=true")
+            self._array = RemoteTokens(self._path, dtype, self._start, self._tokens, self._hashes)
+        else:  # a slice of an np.memmap takes 2 µs
+            self._array = np.asarray(np.memmap(regular_file(self._path), dtype, "r", self._start, (self._tokens,)))
 
     def __len__(self) -> int:
         return self._tokens
@@ -166,29 +234,54 @@ class TokenShard:
     def __getitem__(self, wanted: slice) -> "np.ndarray":
         """Raises DataError if a block of these tokens is damaged; names the file and the byte range."""
         start, stop, _ = wanted.indices(self._tokens)
-        first, end = start // self._block_tokens, -(-stop // self._block_tokens)
+        first, end = self._blocks_of(start, stop)
+        if self.is_remote and end - first > 1:
+            fetch_blocks(self.missing(start, stop))
         while (block := self._checked.find(0, first, end)) >= 0:
             self._check(block)
         return self._array[start:stop]
 
     def verify(self) -> None:
         """Check all blocks that have a hash. Raises DataError as a slice."""
-        self[: len(self._hashes) * self._block_tokens]
+        hashed, step = len(self._hashes) * self._block_tokens, FETCHED_AT_ONCE * self._block_tokens
+        for start in range(0, hashed, step):
+            self[start : min(start + step, hashed)]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is at a URL."""
+        return isinstance(self._path, RemotePath)
+
+    def missing(self, start: int, stop: int) -> list[Block]:
+        """The blocks of the tokens [start, stop) that are at a URL and not in the cache."""
+        if not isinstance(self._array, RemoteTokens):
+            return []
+        blocks = map(self._array.block, range(*self._blocks_of(start, stop)))
+        return [block for block in blocks if not os.path.exists(block.cached)]
 
     def check_size(self) -> None:
-        """Raises DataError if the file is missing or has another size than in the manifest."""
-        _check_size(self._path, self._bytes)
+        """Raises DataError if a local file is missing or has another size than in the manifest."""
+        if not isinstance(self._path, RemotePath):
+            _check_size(self._path, _size(self._path), self._bytes)
+
+    def _blocks_of(self, start: int, stop: int) -> tuple[int, int]:
+        """The first block of the tokens [start, stop), and the block after the last one."""
+        return start // self._block_tokens, -(-stop // self._block_tokens)
 
     def _check(self, block: int) -> None:
         self.check_size()  # the kernel ends a process that reads a map after the end of its file
         first = block * self._block_tokens
-        tokens = self._array[first : first + self._block_tokens]
+        stop = min(first + self._block_tokens, self._tokens)
+        tokens = self._array[first:stop]
         start = self._start + first * tokens.itemsize
         if block < len(self._hashes) and xxhash.xxh3_128_hexdigest(tokens.data) != self._hashes[block]:
-            raise DataError(
-                f"{self._path}: damaged between bytes {start:,} and {start + tokens.nbytes:,}, their hash differs from "
-                f"the manifest; {AGAIN}"
-            )
+            if not isinstance(self._array, RemoteTokens):
+                raise DataError(
+                    f"{self._path}: damaged between bytes {start:,} and {start + tokens.nbytes:,}, their hash differs "
+                    f"from the manifest; {AGAIN}"
+                )
+            Path(self._array.block(block).cached).unlink(missing_ok=True)  # a damaged copy; a new one is hashed
+            tokens = self._array[first:stop]
         unsigned = tokens.view(f"u{tokens.itemsize}")
         if unsigned.max() >= self._vocab_size:
             place = int(unsigned.argmax())
@@ -204,6 +297,7 @@ class Concatenation:
 
     def __init__(self, arrays: "Sequence[np.ndarray | TokenShard]") -> None:
         self._arrays = arrays
+        self._remote = any(isinstance(array, TokenShard) and array.is_remote for array in arrays)
         self._ends = np.cumsum([len(array) for array in arrays])
 
     def __len__(self) -> int:
@@ -213,15 +307,19 @@ class Concatenation:
         """The elements [start, start + length) of each segment, concatenated, as `dtype`. No segment may be empty."""
         number_S = np.searchsorted(self._ends, start_S, "right")
         left_S = self._ends[number_S] - start_S
-        views = []
+        ranges = []
         for number, left, length in zip(number_S.tolist(), left_S.tolist(), length_S.tolist(), strict=True):
             array = self._arrays[number]
-            views.append(array[len(array) - left : len(array) - left + length])
+            ranges.append((array, len(array) - left, min(len(array), len(array) - left + length)))
             while length > left:  # continues in the next array
                 length, number = length - left, number + 1
-                views.append(self._arrays[number][:length])
                 left = len(self._arrays[number])
+                ranges.append((self._arrays[number], 0, min(length, left)))
+        if self._remote:
+            missing = [array.missing(start, stop) for array, start, stop in ranges if isinstance(array, TokenShard)]
+            fetch_blocks([*dict.fromkeys(chain(*missing))])  # many at once, and each once
         out = np.empty(length_S.sum(), dtype=dtype)
+        views = [array[start:stop] for array, start, stop in ranges]
         return np.concatenate(views, out=out, casting="unsafe") if views else out
 
 

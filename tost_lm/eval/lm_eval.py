@@ -11,7 +11,6 @@ text without context. The harness's class for Hugging Face models does the same 
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from tost_lm.config import require_local
+from tost_lm.config import path_or_url
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.generation import Continuation, LanguageModel, Sampling
@@ -77,8 +76,7 @@ class HarnessModel(TemplateLM):
             raise ConfigError(
                 f"--model_args of tost_lm: {problem}; give pretrained=RUN, batch_size, device, max_length and tokenizer"
             )
-        require_local("pretrained", pretrained)
-        self.evaluated = EvaluatedCheckpoint.find(Path(str(pretrained)))
+        self.evaluated = EvaluatedCheckpoint.find(path_or_url("pretrained", str(pretrained)))
         self.text_tokenizer = self.evaluated.lossless_tokenizer()
         self.model = self._load(device)
         self.window, limit = max_length or self.model.config.context_length, self.model.config.position_limit

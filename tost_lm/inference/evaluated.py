@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tost_lm.checkpointing.format import SETTINGS
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import Section, leaves, read_toml
 from tost_lm.data.tokenizers import LosslessTokenizer, Tokenizer, find_tokenizer, read_tokenizer
@@ -26,6 +27,7 @@ from tost_lm.files import (
     sha256_file,
     write_atomically,
 )
+from tost_lm.remote import RemotePath, as_path
 from tost_lm.version import VERSION, git_commit
 
 if TYPE_CHECKING:
@@ -48,8 +50,10 @@ class EvaluatedCheckpoint:
 
     @classmethod
     def find(cls, path: Path) -> "EvaluatedCheckpoint":
-        """That of a run folder, a step folder or an export. Raises CheckpointError."""
+        """That of a run folder, a step folder or an export, also at a URL. Raises CheckpointError."""
         checkpoint = find_checkpoint(path)
+        if isinstance(path, RemotePath):
+            return cls(checkpoint, hub_home(path))
         if path != checkpoint:
             return cls(checkpoint, path)
         run = path.absolute().parent.parent
@@ -96,7 +100,7 @@ class EvaluatedCheckpoint:
             DataError: it is not a shard folder, is damaged, has another tokenizer than the checkpoint, or has no
                 held-out documents.
         """
-        recorded = self.home / "config.toml"
+        recorded = next((one for one in (self.home / SETTINGS, self.checkpoint / SETTINGS) if one.is_file()), self.home)
         if not folder and not recorded.is_file():
             raise ConfigError(f"{self.home}: not a run folder, so it has no shards; give heldout.shards=FOLDER")
         if not folder:
@@ -107,7 +111,7 @@ class EvaluatedCheckpoint:
                     "heldout.shards=FOLDER"
                 )
             folder = data["folder"]
-        shards = open_valid(Path(folder))
+        shards = open_valid(as_path(folder))
         tokenizer = find_tokenizer(self.checkpoint)
         if sha256_file(tokenizer) != shards.manifest["tokenizer"]["sha256"]:
             raise DataError(
@@ -206,7 +210,7 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def hub_home(path: Path) -> Path:
-    """The folder for the results of a model `hub:NAME`."""
+    """The folder for the results of a model `hub:NAME` or at a URL."""
     return Path("runs") / re.sub(r"[^\w.-]+", "--", str(path).removeprefix(HUB))
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tost_lm.checkpointing.format import MANIFEST
+from tost_lm.checkpointing.run_folder import local_model
 from tost_lm.data.shards import Shards
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import SHOWN, CheckpointError, ConfigError, install_hint, printable
@@ -43,8 +44,8 @@ BUILT_IN = {
 
 
 def find_evaluated(path: Path) -> EvaluatedCheckpoint:
-    """The checkpoint of a run, step folder or export, of a folder that `save_pretrained` wrote, or of `hub:NAME`, which
-    is downloaded.
+    """The checkpoint of a run, step folder or export, of a folder that `save_pretrained` wrote, also at a URL, or of
+    `hub:NAME`, which is downloaded.
 
     Raises:
         CheckpointError: the path is none of these.
@@ -53,8 +54,9 @@ def find_evaluated(path: Path) -> EvaluatedCheckpoint:
     name = str(path)
     if name.startswith(HUB):
         return HuggingFaceCheckpoint(_download(name.removeprefix(HUB)), hub_home(path))
-    if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
-        return HuggingFaceCheckpoint(path, path)
+    copy = local_model(path)
+    if (copy / CONFIG).is_file() and not (copy / MANIFEST).is_file():
+        return HuggingFaceCheckpoint(copy, path if copy == path else hub_home(path))
     return EvaluatedCheckpoint.find(path)
 
 

@@ -7,7 +7,8 @@ import torch
 
 from tost_lm.checkpointing.format import MANIFEST
 from tost_lm.checkpointing.reading import load as load_ours
-from tost_lm.checkpointing.run_folder import find_checkpoint
+from tost_lm.checkpointing.run_folder import find_checkpoint, local_model
+from tost_lm.config import path_or_url
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import SOURCES_SHA256, gpt2_tokenizer
 from tost_lm.errors import CheckpointError, DataError
@@ -22,16 +23,17 @@ def load(path: str | Path, device: str = "cpu") -> TostLM:
 
     Args:
         path: a run folder (its newest valid checkpoint), a step folder, an export, a folder that `tost_lm.interop.hf`
-            wrote, a ckpt.pt of the released code, or a folder of the Hugging Face library.
+            wrote, a ckpt.pt of the released code, or a folder of the Hugging Face library; also at a URL.
 
     Raises:
         CheckpointError: no such model, or a file is damaged.
         ConfigError: the sizes of a ckpt.pt or of a model of the Hugging Face library are inconsistent.
     """
-    foreign = foreign_format(Path(path))
+    source = local_model(path_or_url("path", path))
+    foreign = foreign_format(source)
     if foreign is None:
-        return load_ours(path, device)
-    found = foreign.read(Path(path))
+        return load_ours(source, device)
+    found = foreign.read(source)
     with torch.device("meta"):
         model = TostLM(found.config)
     model.load_state_dict(found.weights, assign=True)
@@ -45,7 +47,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         CheckpointError: no such model.
         DataError: the tokenizer is missing or damaged; a ckpt.pt has none.
     """
-    source = Path(path)
+    source = local_model(path_or_url("path", path))
     foreign = foreign_format(source)
     if foreign is None:
         return read_tokenizer(find_tokenizer(find_checkpoint(source)))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import deterministic
 
+from tost_lm.checkpointing.uploads import Uploads
 from tost_lm.checkpointing.writer import CheckpointWriter, RunFiles
 from tost_lm.config import to_toml
 from tost_lm.errors import ConfigError
@@ -108,7 +109,8 @@ def build_writer(
     """
     config = start.stage.config
     card = partial(model_card, run=config.run_folder)
-    files = RunFiles(config.run_folder, check_folder, to_toml(run), start.corpora.tokenizer(), card)
+    uploads = Uploads(config.upload_folder, config.checkpoint) if config.upload_folder else None
+    files = RunFiles(config.run_folder, check_folder, to_toml(run), start.corpora.tokenizer(), card, uploads)
     writer = CheckpointWriter(engine, files, config.checkpoint, config.run.timeouts)
     last = run.in_stages()[-1].config.last_step
     writer.require_disk_space(first_step, last, keeps_best=config.validation.every is not None)

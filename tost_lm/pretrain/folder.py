@@ -6,6 +6,7 @@ from typing import Any
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, step_folder
+from tost_lm.checkpointing.uploads import set_aside
 from tost_lm.model.flops import parameters
 from tost_lm.optim.settings import warmup_steps
 from tost_lm.parallel.mesh import World
@@ -59,6 +60,8 @@ def _set_aside(config: PretrainConfig, start: StartPoint) -> None:
     folder.mkdir(parents=True)
     for rows in config.run_folder.glob("*.jsonl"):
         shutil.copy(rows, folder)
+    if config.upload_folder:
+        set_aside(config.upload_folder, start.records[-1].first_step, config.upload_folder / "rewound" / folder.name)
     for checkpoint in start.abandoned:
         checkpoint.rename(folder / checkpoint.name)
     print(f"moved the checkpoints after {start.resume_from}, and copied the records, to {folder}", flush=True)

@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tost_lm.config import NAMES_FILES, Section
+from tost_lm.config import TAKES_URLS, Section
 from tost_lm.parallel.timeouts import Timeouts
+from tost_lm.remote import as_path
 
 
 class TrainingDataConfig(Section):
@@ -15,9 +16,9 @@ class TrainingDataConfig(Section):
 
     exclusive: ClassVar = (("folder", "mixture"),)
 
-    folder: Path | None = None
-    """A shard folder written by `tost prepare shards`; it contains the tokenizer."""
-    mixture: Annotated[dict[str, float] | None, NAMES_FILES] = None
+    folder: Annotated[Path | None, TAKES_URLS] = None
+    """A shard folder written by `tost prepare shards`; it contains the tokenizer. It may be at a URL, as those of a mixture: s3://bucket/shards."""
+    mixture: Annotated[dict[str, float] | None, TAKES_URLS] = None
     """Several shard folders with the same tokenizer and their weights: {"data/a/shards" = 3, "data/b/shards" = 1} takes three samples of a for each sample of b."""
     packing: Literal["concatenated", "best-fit"] = "concatenated"
     """`concatenated`: samples are cut from the concatenated documents, as published; `best-fit`: document packing: a sample contains whole documents that do not see each other, and a document longer than a sample is cut."""
@@ -59,7 +60,7 @@ class TrainingDataConfig(Section):
         """The shard folders and their weights."""
         if self.folder is not None:
             return {self.folder: 1.0}
-        return {Path(folder): weight for folder, weight in (self.mixture or {}).items()}
+        return {as_path(folder): weight for folder, weight in (self.mixture or {}).items()}
 
 
 class TrainConfig(Section):
@@ -91,9 +92,9 @@ class TrainConfig(Section):
     """Compile the blocks with torch.compile: the work between matrix products becomes a few fused kernels. The first steps take about ten seconds for each graph. Not with tensor ranks or ZeRO stage 3."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
-    initial_weights: Path | None = None
+    initial_weights: Annotated[Path | None, TAKES_URLS] = None
     """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Without [model] the model is that of the weights, else both must be equal except in model.softmax.rope_theta. Unset: weights are drawn at random."""
-    branch_from: Path | None = None
+    branch_from: Annotated[Path | None, TAKES_URLS] = None
     """Branch: continue the run of this step folder in a run folder of its own, with its optimizer state, as one more stage: see [[stages]]. Also continues converted checkpoints of the released code."""
     rewind: int | None = Field(default=None, gt=0)
     """Go back to the checkpoint after this step, and on from there as one more stage, once: what followed it moves into RUN/rewound. See data.skip_steps."""

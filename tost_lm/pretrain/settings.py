@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from tost_lm.checkpointing.format import Progress, read_model_config
 from tost_lm.checkpointing.run_folder import find_checkpoint, step_of
 from tost_lm.checkpointing.settings import CheckpointConfig
-from tost_lm.config import Section, merged, require_local, validate
+from tost_lm.config import Section, merged, path_or_url, validate
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
 from tost_lm.optim.interface import optimizer_of
@@ -154,6 +154,11 @@ class PretrainConfig(Section):
         return self.run.folder / self.run.name
 
     @property
+    def upload_folder(self) -> Path | None:
+        """Where its checkpoints are at a URL; None: nowhere."""
+        return self.checkpoint.upload and self.checkpoint.upload / self.run.name
+
+    @property
     def batch_tokens(self) -> int:
         return self.train.global_batch_size * self.train.seq_len
 
@@ -294,6 +299,5 @@ def _with_model_of_weights(values: dict[str, Any]) -> dict[str, Any]:
     path = train.get(name) if isinstance(train, dict) else None
     if "model" in values or not isinstance(path, str):
         return values
-    require_local(f"train.{name}", path)
-    folder = find_checkpoint(Path(path), verify=lambda _: None)  # verified when it is read
+    folder = find_checkpoint(path_or_url(f"train.{name}", path), verify=lambda _: None)  # verified when it is read
     return {**values, "model": read_model_config(folder).model_dump(mode="json", exclude={"plugins"})}

@@ -20,7 +20,8 @@ from tost_lm.checkpointing.format import (
     verify_checkpoint,
 )
 from tost_lm.checkpointing.reading import load_weights, restore
-from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, find_checkpoint, step_folders, step_of
+from tost_lm.checkpointing.run_folder import CHECKPOINTS, FLIGHT_RECORDER, find_checkpoint, step_folders, step_of
+from tost_lm.checkpointing.uploads import set_aside
 from tost_lm.config import load_config
 from tost_lm.data.loader import Corpora
 from tost_lm.data.stages import Source, StageRecord
@@ -45,6 +46,7 @@ from tost_lm.pretrain.changes import (
     settings_of,
 )
 from tost_lm.pretrain.settings import PretrainConfig, Stage
+from tost_lm.remote import RemotePath
 
 
 class InitialWeights(NamedTuple):
@@ -226,7 +228,7 @@ def _with_initial_weights(
     if path is None:
         return start
     what = f"train.{'branch_from' if branch else 'initial_weights'} {path}"
-    if branch and not path.is_dir():
+    if branch and not isinstance(path, RemotePath) and not path.is_dir():
         raise ConfigError(f"{what}: no such folder; give the step folder to branch from")
     if branch and not (path / MANIFEST).is_file() and (steps := step_folders(path)):
         raise ConfigError(f"{what}: is a run folder; name the checkpoint to branch from, such as {steps[-1]}")
@@ -274,6 +276,8 @@ def rename_old_run(config: PretrainConfig, start: StartPoint) -> None:
     if start.restart_reason:
         folder = config.run_folder.resolve() if config.run_folder.is_symlink() else config.run_folder
         renamed = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
+        if upload := config.upload_folder:
+            set_aside(upload, -1, upload.with_name(renamed.name) / CHECKPOINTS)
         print(f"{start.restart_reason}\nrenamed {folder} to {renamed}; the run restarts", flush=True)
         folder.rename(renamed)
         folder.mkdir()

@@ -61,6 +61,7 @@ def train(
             launch = Launch(run, start, graceful_stop, evaluation, world, heartbeat, check)
             stop_reason = launch.train()
             stop_world()
+            launch.writer.finish_uploads(lambda: heartbeat.record(launch.progress.step, "leaving"))
     return stop_reason
 
 
@@ -92,7 +93,7 @@ class Launch:
         self.profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
         self.validation = build_validation(config, corpora, self.mesh, self.tiling)
         self.writer = build_writer(self.engine, run, start, check_folder, self.progress.step)
-        self.stop = StopOfRanks(graceful_stop, world.size, lambda: self.writer.save_seconds)
+        self.stop = StopOfRanks(graceful_stop, world.size, lambda: self.writer.seconds_to_stop)
         self.metrics = open_folder(run, start, self.progress, world, heartbeat, self.tiling)
         self.progress = replace(self.progress, wandb_run_id=self.metrics.wandb_run_id)
         check_folder()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from tost_lm.config import NAMES_FILES, Section
+from tost_lm.config import TAKES_URLS, Section
 from tost_lm.data.shards import Shards
 from tost_lm.errors import ConfigError
 from tost_lm.files import write_rows
@@ -35,7 +35,7 @@ NAME = "heldout@bpb"
 class HeldoutConfig(Section):
     """The held-out text, of task `heldout@bpb` and of all others that read it."""
 
-    shards: Annotated[str, NAMES_FILES] = ""
+    shards: Annotated[str, TAKES_URLS] = ""
     """Shard folder whose `valid` split is used; empty: the training shards of the run."""
     max_documents: int = Field(default=0, ge=0)
     """Number of held-out documents that heldout@bpb scores, from the first on; 0: all."""

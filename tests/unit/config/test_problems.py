@@ -108,8 +108,7 @@ def test_none_unsets_what_may_be_unset(tmp_path: Path):
     [
         (DataPrepConfig, "shards.folder", "s3://bucket/x"),
         (EvalConfig, "sets", '{wikitext2 = "https://host/x"}'),
-        (PretrainConfig, "data.folder", "s3://bucket/x"),
-        (PretrainConfig, "data.mixture", '{"s3://bucket/x" = 1.0, b = 2.0}'),
+        (PretrainConfig, "run.folder", "s3://bucket/x"),
         (PretrainConfig, "evaluation.sets", '{wikitext2 = "S3://bucket/x"}'),
         (PretrainConfig, "model.plugins", '["a.py", "s3://x.py"]'),
     ],

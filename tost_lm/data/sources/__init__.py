@@ -132,7 +132,7 @@ def fingerprint(corpus: CorpusConfig) -> str:
         contents = [(corpus.source, hub_fingerprint(corpus))]
     else:
         contents = [
-            (file.name, file.size, file.mtime_ns) for file in token_files(corpus.source) or corpus_files(corpus.source)
+            (file.name, file.size, file.version) for file in token_files(corpus.source) or corpus_files(corpus.source)
         ]
     digest = hashlib.sha256()
     for content in (settings, *contents):

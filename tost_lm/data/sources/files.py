@@ -3,7 +3,7 @@
 import glob
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -14,6 +14,7 @@ from tost_lm.data.sources.tables import ARROW, PARQUET
 from tost_lm.data.sources.text import COMPRESSIONS, JSON, JSON_LINES, TEXT
 from tost_lm.errors import DataError
 from tost_lm.files import regular_file
+from tost_lm.remote import RemotePath, as_path, glob_files, list_files
 
 FORMATS = (TEXT, JSON_LINES, JSON, PARQUET, ARROW)
 _COMPRESSED, _OTHERS = (
@@ -30,7 +31,8 @@ class CorpusFile(NamedTuple):
     name: str
     path: Path
     size: int
-    mtime_ns: int
+    version: int | str
+    """Time of the last change [ns]; at a URL any text that a change changes."""
 
 
 def format_of(path: Path) -> CorpusFormat | None:
@@ -50,7 +52,9 @@ def corpus_files(source: str) -> list[CorpusFile]:
     Raises:
         DataError: no file, a named file of another format, or a folder that links to a folder that contains it.
     """
-    path = Path(source)
+    path = as_path(source)
+    if isinstance(path, RemotePath):
+        return _files_at_url(path, source)
     try:
         if path.is_dir():
             found = sorted((name, file) for name, file in _visible(path) if format_of(file))
@@ -75,6 +79,31 @@ def corpus_files(source: str) -> list[CorpusFile]:
         return [_described(name, file) for name, file in found]
     except OSError as error:
         raise DataError(f"corpus.source {source}: {error.filename}: {error.strerror}") from None
+
+
+def _files_at_url(url: RemotePath, source: str) -> list[CorpusFile]:
+    """As `corpus_files`, at a URL."""
+    files = glob_files(url) if _is_glob(source) else list_files(url, deep=True)
+    is_named = _is_glob(source) or [*files] == [url.name]
+    found = [
+        CorpusFile(name, file.url, file.size, file.version)
+        for name, file in files.items()
+        if is_named or (_is_visible(Path(name), files) and format_of(Path(name)))
+    ]
+    if not found:
+        raise DataError(f"corpus.source {source}: no file that ends in {SUPPORTED} there; correct the URL")
+    if other := next((file.path for file in found if format_of(file.path) is None), None):
+        raise DataError(f"corpus.source {source}: {other} has no supported format; convert it to {SUPPORTED}")
+    return found
+
+
+def _is_visible(path: Path, files: Collection[str]) -> bool:
+    """Whether a file of a folder at a URL is none that a corpus ignores by design."""
+    is_of_shards = {f"{path.parent / name}" for name in (MANIFEST, "train_00000.idx")} <= {*files}
+    is_record = path.suffix == ".json" and path.stem.endswith(".model") and str(path.with_suffix("")) in files
+    siblings = [Path(name).name for name in files if Path(name).parent == path.parent]
+    is_hidden = any(part.startswith(".") for part in path.parts)
+    return not (is_hidden or is_of_shards or is_record or _is_datasets_metadata(path, siblings))
 
 
 def _described(name: str, path: Path) -> CorpusFile:

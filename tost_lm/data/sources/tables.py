@@ -14,6 +14,7 @@ import numpy as np
 from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.sources.blocks import ROW_LIMIT, CorpusFormat, Source, SourceBlock, listed, too_long
 from tost_lm.errors import DataError
+from tost_lm.remote import RemotePath, RemoteReader
 
 PARQUET_ROWS = 16
 """Read at once: few, because a dictionary may repeat one long text."""
@@ -27,7 +28,7 @@ def parquet_blocks(path: Path, size: int, text_field: str, offset: int, block_by
     """Blocks of a Parquet file from row `offset`; earlier row groups are not read."""
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+    with parquet.ParquetFile(_source(path), pre_buffer=False, buffer_size=1 << 20) as file:
         total = file.metadata.num_rows
         check_column(str(path), file.schema_arrow, text_field)
         groups = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
@@ -60,7 +61,14 @@ def parquet_rows(path: Path) -> int:
     """Number of rows of a Parquet file, from its metadata."""
     from pyarrow import parquet
 
-    return parquet.read_metadata(path).num_rows
+    return parquet.read_metadata(_source(path)).num_rows
+
+
+def _source(path: Path) -> Any:
+    """What pyarrow opens."""
+    import pyarrow
+
+    return pyarrow.PythonFile(RemoteReader(path), "r") if isinstance(path, RemotePath) else path
 
 
 def arrow_blocks(path: Path, size: int, text_field: str, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
@@ -137,7 +145,7 @@ def _arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
     """
     import pyarrow
 
-    with pyarrow.memory_map(str(path)) as source:
+    with _source(path) if isinstance(path, RemotePath) else pyarrow.memory_map(str(path)) as source:
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)

@@ -7,17 +7,17 @@ JSON lines, one at a time.
 import codecs
 import io
 import json
+import os
 import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.sources.blocks import ROW_LIMIT, CorpusFormat, Source, SourceBlock, blocks_of_rows, too_long
 from tost_lm.errors import DataError
-from tost_lm.files import regular_file
+from tost_lm.remote import open_file
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 """Endings of compressed text and JSON, and pyarrow's name of the codec."""
@@ -28,16 +28,16 @@ class ByteStream:
 
     def __init__(self, path: Path):
         self._codec = COMPRESSIONS.get(path.suffix.lower())
-        self._disk: Any
+        self._disk = open_file(path)
         if self._codec:
-            if not path.stat().st_size:  # no codec writes an empty file, but pyarrow accepts one
-                raise OSError("truncated to 0 bytes")
             import pyarrow
 
-            self._disk = pyarrow.OSFile(str(path))
-            self._bytes = io.BufferedReader(pyarrow.CompressedInputStream(self._disk, self._codec))
+            if not self._disk.seek(0, os.SEEK_END):  # no codec writes an empty file, but pyarrow accepts one
+                raise OSError("truncated to 0 bytes")
+            self._disk.seek(0)
+            stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(self._disk, "r"), self._codec)
+            self._bytes = io.BufferedReader(stream)
         else:
-            self._disk = regular_file(path).open("rb", buffering=0)
             self._bytes = io.BufferedReader(self._disk)
         if self._bytes.peek(3)[:3] == codecs.BOM_UTF8:
             self._bytes.read(3)

@@ -11,6 +11,7 @@ from tost_lm.data.tokenizers.lossless import LosslessTokenizer
 from tost_lm.data.tokenizers.training import model_path, retrain_reason
 from tost_lm.errors import DataError
 from tost_lm.files import regular_file
+from tost_lm.remote import local_copy
 
 __all__ = [
     "TOKENIZER_FILES",
@@ -37,8 +38,8 @@ def make_tokenizer(config: DataPrepConfig) -> Tokenizer:
             tokenizer.json is missing, damaged, not lossless or without the end-of-text token.
     """
     if config.tokenizer.kind == "gpt2":
-        return gpt2_tokenizer(config.tokenizer.path)
-    path = model_path(config)
+        return gpt2_tokenizer(config.tokenizer.path and local_copy(config.tokenizer.path))
+    path = local_copy(model_path(config))
     if config.tokenizer.kind == "hf":
         return hf_tokenizer(path, config.tokenizer.eot_token, config.corpus.normalization)
     if config.tokenizer.vocab_size is None:

@@ -93,5 +93,6 @@ def run() -> NoReturn:
         name="tost prepare inspect",
         doc=__doc__ or "",
         positional="FOLDER",
+        takes_urls=True,
         config=InspectShardsConfig,
     )

@@ -6,9 +6,9 @@
     tost eval runs/long text text.file=book.txt
     tost eval runs/base suite launch.ranks=8 sets.wikitext2=wiki.test.raw
 
-RUN is a run, a step folder, an export, a folder of a Hugging Face model or hub:NAME. TASK is the name of a task, of a
-family (all its tasks) or of a group, as `tost tasks` lists them, or one suite: a TOML file (or recipe) with `tasks` and
-settings. All settings, test sets and texts are checked before anything is measured.
+RUN is a run, a step folder, an export or a folder of a Hugging Face model, also at a URL, or hub:NAME. TASK is the name
+of a task, of a family (all its tasks) or of a group, as `tost tasks` lists them, or one suite: a TOML file (or recipe)
+with `tasks` and settings. All settings, test sets and texts are checked before anything is measured.
 
 Writes eval/TASK/results.json: the totals with standard errors, control and chance; tasks on test sets also rows.jsonl
 (a line per example). Valid results for the same checkpoint, text and settings are reused, and the same command resumes:
@@ -56,7 +56,14 @@ def layout(parallel: RanksConfig, tasks: Sequence[tuple[Family, Task]], size: in
 
 
 def run() -> NoReturn:
-    run_program(terminable(main), name="tost eval", doc=__doc__ or "", positional="RUN TASK…", config=EvalConfig)
+    run_program(
+        terminable(main),
+        name="tost eval",
+        doc=__doc__ or "",
+        positional="RUN TASK…",
+        config=EvalConfig,
+        takes_urls=True,
+    )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from tost_lm.pretrain.plan import fit as plan_fit
 from tost_lm.pretrain.plan.memory import checkpoint_bytes, peak_moment
 from tost_lm.pretrain.plan.settings import PlanConfig, results_file
 from tost_lm.pretrain.plan.traffic import collectives, tiles
+from tost_lm.remote import RemotePath
 
 LIST = re.compile(r"[\w.]+=[^][{}\"',]+(,[^][{}\"',]+)+")
 """An override with several values, without quotes and brackets."""
@@ -107,7 +108,7 @@ def layout(config: PlanConfig) -> str:
 def context_row(config: PlanConfig) -> tuple[Row, str | None]:
     """How much of their document the labels see, and a warning where few see half of a sequence."""
     seq_len, packing, quantity = config.train.seq_len, config.data.packing, "labels that see half of seq_len"
-    if missing := [folder for folder in config.data.folders if not folder.exists()]:
+    if missing := [path for path in config.data.folders if not isinstance(path, RemotePath) and not path.exists()]:
         return (quantity, "unknown", f"{missing[0]} does not exist; build it with tost prepare shards"), None
     from tost_lm.data.loader import Corpora, context_sizes
 

@@ -48,11 +48,14 @@ def main(path: Path, config: PretrainConfig) -> None:
 
     graceful_stop = GracefulStop(config.run.max_minutes)
     graceful_stop.install_handlers()
+    from tost_lm.checkpointing.uploads import Uploads, fetch_newest
     from tost_lm.pretrain.folder import NEXT_STAGE
     from tost_lm.pretrain.start import find_start  # imports torch, which takes seconds
     from tost_lm.pretrain.step import check_vocabulary
 
     log = print if os.environ.get("RANK", "0") == "0" else lambda line: None
+    if upload := config.upload_folder:
+        fetch_newest(upload, config.run_folder, config.train.rewind, log)
     start = find_start(config, log)
     if _is_done(start):  # no engine will read and hash the shards
         start = find_start(config, log, hash_shards=True)
@@ -61,6 +64,10 @@ def main(path: Path, config: PretrainConfig) -> None:
         progress = Progress.read(start.resume_from)
         progress.require_finite_validation(stage.train.steps, stage.run_folder)
         early = ": validation.stop_after has ended the run" if stage.stops_early(progress) else ""
+        if upload and os.environ.get("RANK", "0") == "0":
+            uploads = Uploads(upload, stage.checkpoint)  # those of a launch that was killed meanwhile
+            uploads.start(start.resume_from)
+            uploads.finish()
         log(f"reusing {start.resume_from}: nothing is left to train up to step {stage.last_step}{early}")
         return
     if start.weights_from:

@@ -1,0 +1,151 @@
+"""Runs whose shards and checkpoints are at URLs: resumed on another computer, they are those of local folders."""
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import LIMIT_S, Forked
+from programs import losses, refusal, run, weights
+
+
+@pytest.fixture
+def storage(workplace: Path) -> str:
+    shutil.copytree(workplace / "out/shards", workplace / "bucket/shards")
+    return f"file://{workplace}/bucket"
+
+
+def train(workplace: Path, *words: str, name: str = "tiny") -> str:
+    return run("tost train", "run.toml", f"run.name={name}", *words, cwd=workplace, TOST_CACHE=str(workplace / "cache"))
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.quick
+def test_a_run_resumes_from_a_url_where_its_folder_is_gone(workplace: Path, storage: str):
+    at_url = (f"data.folder={storage}/shards", f"checkpoint.upload={storage}/runs", "checkpoint.keep_latest_k=1")
+    train(workplace, name="local")
+    train(workplace, *at_url, "run.stop_at_step=8")
+    uploaded = workplace / "bucket/runs/tiny"
+    assert steps(uploaded) == ["step_00000008"]
+    shutil.rmtree(workplace / "runs/tiny")
+    (uploaded / "checkpoints/step_00000012").mkdir()  # an interrupted upload
+    (uploaded / "checkpoints/step_00000012/training.json").write_text("{}")
+    said = train(workplace, *at_url)
+    assert f"fetching {storage}/runs/tiny/checkpoints/step_00000008" in said
+    assert "resuming from runs/tiny/checkpoints/step_00000008" in said
+    assert losses(workplace, "tiny") == losses(workplace, "local")[8:]
+    assert weights(workplace, "tiny") == weights(workplace, "local")
+    assert steps(uploaded) == steps(workplace / "runs/tiny") == ["step_00000012"]
+    assert "nothing is left to train" in train(workplace, *at_url)
+
+
+def test_a_killed_upload_is_made_up_for(workplace: Path, storage: str):
+    words = ("run.toml", f"checkpoint.upload={storage}/runs", "train.steps=200", "optim.schedule=constant")
+    uploaded = workplace / "bucket/runs/tiny/checkpoints"
+    for launch in range(2):
+        started = Forked("tost train", *words, cwd=workplace)
+        until(lambda wanted=4 * (launch + 1): uploaded.exists() and max(steps(uploaded.parent)) > f"step_{wanted:08d}")
+        started.send_signal(signal.SIGKILL)
+        started.finish()
+        shutil.rmtree(workplace / "runs/tiny")
+    train(workplace, *words[1:], "train.steps=24")
+    train(workplace, *words[2:], "train.steps=24", name="local")
+    assert weights(workplace, "tiny") == weights(workplace, "local")
+    assert steps(uploaded.parent) == steps(workplace / "runs/tiny")
+
+
+def test_rewinds_and_restarts_move_checkpoints_at_the_url_too(workplace: Path, storage: str):
+    upload = f"checkpoint.upload={storage}/runs"
+    train(workplace, upload)
+    train(workplace, upload, "train.rewind=4", "run.stop_at_step=6")
+    uploaded = workplace / "bucket/runs"
+    assert steps(uploaded / "tiny") == ["step_00000004", "step_00000006"]
+    (rewound,) = (uploaded / "tiny/rewound").iterdir()
+    assert sorted(path.name for path in rewound.iterdir()) == ["step_00000008", "step_00000012"]
+    shutil.rmtree(workplace / "runs/tiny")
+    said = train(workplace, upload, "train.rewind=4")
+    assert "resuming from runs/tiny/checkpoints/step_00000006" in said
+    shutil.rmtree(workplace / "runs/tiny")
+    train(workplace, upload, "optim.lr=1e-3", "run.on_config_change=restart", "run.stop_at_step=4")
+    assert steps(uploaded / "tiny") == ["step_00000004"]
+    (before,) = uploaded.glob("tiny.before-*")
+    assert "step_00000012" in steps(before)
+
+
+def test_a_damaged_checkpoint_at_the_url_is_skipped(workplace: Path, storage: str):
+    upload = f"checkpoint.upload={storage}/runs"
+    train(workplace, upload, "run.stop_at_step=8")
+    shard = next((workplace / "bucket/runs/tiny/checkpoints/step_00000008").glob("model-*"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    shutil.rmtree(workplace / "runs/tiny")
+    said = train(workplace, upload, "run.stop_at_step=8")
+    assert f"skipped checkpoint: {storage}/runs/tiny/checkpoints/step_00000008/{shard.name}: damaged" in said
+    assert "resuming from runs/tiny/checkpoints/step_00000004" in said
+
+
+def test_what_cannot_be_uploaded_is_saved_and_one_line(workplace: Path, storage: str):
+    (workplace / "bucket/runs").write_text("a file in the place of the folder")
+    words = ("run.toml", f"checkpoint.upload={storage}/runs/more")
+    code, said, errors = Forked("tost train", *words, cwd=workplace).finish()
+    assert code == 2
+    assert errors.startswith("error: runs/tiny/checkpoints/step_00000012: saved, but not uploaded: file://")
+    assert errors.count("\n") == 1
+    assert "warning: runs/tiny/checkpoints/step_00000004: saved, but not uploaded yet: file://" in said
+    (workplace / "bucket/runs").unlink()
+    train(workplace, *words[1:])
+    assert steps(workplace / "bucket/runs/more/tiny") == steps(workplace / "runs/tiny")
+    assert "not a URL" in refusal("tost train", "run.toml", "checkpoint.upload=some/folder", cwd=workplace)
+
+
+def test_models_are_read_from_urls_and_written_to_them(workplace: Path, storage: str):
+    upload, cache = f"checkpoint.upload={storage}/runs", dict[str, Any](TOST_CACHE=str(workplace / "cache"))
+    train(workplace, upload, f"data.folder={storage}/shards")
+    at_url, local = f"{storage}/runs/tiny", workplace / "runs/tiny"
+    run("tost convert", at_url, f"convert.folder={storage}/tost", "convert.to=authors", cwd=workplace, **cache)
+    said = run("tost convert", f"{storage}/tost/ckpt.pt", f"convert.folder={storage}/models/back",
+               f"convert.tokenizer={storage}/shards", cwd=workplace, **cache)  # fmt: skip
+    assert f"written to {storage}/models/back: tost generate {storage}/models/back" in said
+    assert str(workplace / "cache") not in said
+    record = json.loads((workplace / "bucket/models/back/conversion.json").read_text())
+    assert record["source"] == f"{storage}/tost/ckpt.pt"
+    texts = [
+        run("tost generate", model, "x = ", "sample.tokens=8", cwd=workplace, **cache).partition("\nstate after")[0]
+        for model in (local, at_url, f"{storage}/models/back")
+    ]
+    assert len({*texts}) == 1
+    refused = refusal("tost convert", at_url, f"convert.folder={storage}/models/back", cwd=workplace, **cache)
+    assert refused == f"{storage}/models/back: exists already; give another convert.folder"
+
+    run("tost eval", local, "heldout", cwd=workplace, **cache)
+    run("tost eval", at_url, "heldout", cwd=workplace, **cache)
+    shutil.rmtree(workplace / "cache")
+    results = [*workplace.glob("runs/*/eval/heldout@bpb/results.json")]
+    assert len(results) == 2
+    one, other = (json.loads(path.read_text())["model"] for path in results)
+    assert one == other
+    assert "URLs are not supported" in refusal("tost report", at_url, cwd=workplace)
+
+
+def test_a_run_starts_from_weights_at_a_url(workplace: Path, storage: str):
+    train(workplace, f"checkpoint.upload={storage}/runs")
+    step = "tiny/checkpoints/step_00000008"
+    for name, start in (("weights", "initial_weights"), ("branch", "branch_from")):
+        for where in ("runs", f"{storage}/runs"):
+            train(workplace, f"train.{start}={where}/{step}", name=f"{name}_{'url' if '/' in where else 'local'}")
+        assert weights(workplace, f"{name}_url") == weights(workplace, f"{name}_local")

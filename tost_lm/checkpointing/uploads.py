@@ -1,0 +1,133 @@
+"""The checkpoints of a run at a URL: uploaded in the background, kept by the same retention, and fetched to resume.
+
+They are in URL/checkpoints/step_…, as in a run folder. A checkpoint that has its manifest is complete, because this is
+written last and removed first.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread, main_thread
+
+from tost_lm.checkpointing.format import MANIFEST, PROGRESS, SETTINGS, Progress, verify_checkpoint
+from tost_lm.checkpointing.run_folder import CHECKPOINTS, kept_folders, step_folder, step_folders, step_of
+from tost_lm.checkpointing.settings import CheckpointConfig
+from tost_lm.errors import CheckpointError, StorageError
+from tost_lm.files import write_atomically
+from tost_lm.remote import fetch_folder, list_files, local_copy, move_folder, remove_folder, same_bytes, upload_folder
+
+WAIT_S = 1.0
+
+
+class Uploads:
+    """Uploads the checkpoints of a run, in a thread. What fails is repeated after the next save."""
+
+    def __init__(self, url: Path, settings: CheckpointConfig) -> None:
+        self._url, self._settings = url, settings
+        self._uploaded: set[str] = set()
+        self._newest: Path | None = None
+        self._thread: Thread | None = None
+        self._problem = ""
+        self.seconds = 0.0
+        """Duration [s] of the last upload."""
+
+    def start(self, newest: Path) -> None:
+        """Upload the checkpoints of the run up to `newest`, after an upload that has begun."""
+        self._newest = newest
+        self._thread = Thread(target=self._work, args=(newest, self._thread), name="upload")
+        self._thread.start()
+
+    def finish(self, while_waiting: Callable[[], object] = lambda: None) -> None:
+        """Wait for the uploads. Raises CheckpointError if the newest checkpoint is not uploaded."""
+        while self._thread and self._thread.is_alive():
+            while_waiting()
+            self._thread.join(WAIT_S)
+        if self._problem:
+            raise CheckpointError(f"{self._newest}: saved, but not uploaded: {self._problem}")
+
+    def _work(self, newest: Path, earlier: Thread | None) -> None:
+        if earlier:
+            earlier.join()
+        if newest != self._newest or not main_thread().is_alive():  # a later call does it, or the next launch
+            return
+        started = time.monotonic()
+        try:
+            self._upload(newest)
+            self._problem = ""
+        except Exception as error:
+            self._problem = str(error) or type(error).__name__
+            print(f"warning: {newest}: saved, but not uploaded yet: {self._problem}", flush=True)
+        self.seconds = time.monotonic() - started
+
+    def _upload(self, newest: Path) -> None:
+        for folder in reversed([one for one in step_folders(newest.parent.parent) if one.name <= newest.name]):
+            target = self._url / CHECKPOINTS / folder.name
+            try:
+                if folder.name not in self._uploaded and not same_bytes(folder / MANIFEST, target / MANIFEST):
+                    upload_folder(folder, target, MANIFEST)
+                self._uploaded.add(folder.name)
+            except (StorageError, FileNotFoundError):
+                if folder.exists():  # else it is not kept any more
+                    raise
+        self._prune(newest)
+
+    def _prune(self, newest: Path) -> None:
+        """Remove the remains of interrupted uploads, and the checkpoints that `settings` does not keep."""
+
+        def read(folder: Path) -> Progress:
+            local = newest.with_name(folder.name)
+            return Progress.read(local if local.exists() else local_copy(folder / PROGRESS).parent)
+
+        complete = [folder for folder in step_folders(self._url) if folder.name <= newest.name]
+        kept = {folder.name for folder in kept_folders(complete, self._settings, read)}
+        found = {name.partition("/")[0] for name in list_files(self._url / CHECKPOINTS, deep=True)}
+        for name in found:
+            if name not in kept and name <= newest.name:
+                remove_folder(self._url / CHECKPOINTS / name, MANIFEST)
+
+
+def set_aside(url: Path, after: int, target: Path) -> None:
+    """Move the checkpoints of a run at a URL that are after a step to `target`. Raises StorageError."""
+    for folder in step_folders(url):
+        if (step_of(folder) or 0) > after:
+            move_folder(folder, target / folder.name, MANIFEST)
+
+
+def fetch_newest(url: Path, run_folder: Path, rewind: int | None, warn: Callable[[str], None] = print) -> None:
+    """Copy the newest checkpoint of a run at a URL into its folder, unless the folder has one that is not older. All
+    ranks call it, and one of those that share the folder copies.
+
+    Args:
+        rewind: also the checkpoint after this step.
+
+    Raises:
+        StorageError: the storage cannot be reached, or refuses.
+    """
+    found = step_folders(url)
+    valid = [folder.name for folder in step_folders(run_folder) if _is_valid(folder)]
+    for folder in reversed([folder for folder in found if folder.name > max(valid, default="")]):
+        try:
+            _fetch(folder, run_folder, warn)
+            break
+        except CheckpointError as error:
+            warn(f"skipped checkpoint: {error}")
+    for folder in found:
+        if step_of(folder) == rewind and folder.name not in valid:
+            _fetch(folder, run_folder, warn)
+
+
+def _fetch(folder: Path, run_folder: Path, warn: Callable[[str], None]) -> None:
+    target = step_folder(run_folder, step_of(folder) or 0)
+    if not _is_valid(target):
+        warn(f"fetching {folder}")
+        fetch_folder(folder, target, verify_checkpoint, is_there=_is_valid)
+    if not (run_folder / SETTINGS).exists():
+        write_atomically(run_folder / SETTINGS, (target / SETTINGS).read_bytes())
+
+
+def _is_valid(folder: Path) -> bool:
+    try:
+        verify_checkpoint(folder, hash_shards=False)
+    except CheckpointError:
+        return False
+    return True
