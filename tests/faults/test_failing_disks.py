@@ -66,7 +66,7 @@ def test_an_evaluation_that_cannot_write_its_result_is_refused_before_it_scores(
     monkeypatch.setattr(Ranks, "load", lambda *arguments: pytest.fail("the model was loaded"))
     line = r"runs/tiny/eval/heldout@bpb/results\.json: cannot be written: Read-only file system; make .*/tiny writable"
     with pytest.raises(ConfigError, match=line):
-        evaluate.main([Path("runs/tiny")], load_config(EvalConfig, None, ["tasks=['heldout']"]))
+        evaluate.main(Path("runs/tiny"), load_config(EvalConfig, None, ["tasks=['heldout']"]))
 
 
 @pytest.mark.slow
