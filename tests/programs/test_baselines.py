@@ -58,7 +58,6 @@ def test_a_baseline_has_the_same_results_on_two_ranks_and_is_compared_with_a_run
     assert [json.loads(line)["protocol"] for line in lines] == [LAMBADA] * 2
 
 
-@pytest.mark.quick
 def test_a_folder_of_the_library_is_read_by_every_task_and_generates(folder: Path):
     """Nats of a text are those of the library's own model, and greedy tokens are the likeliest ones."""
     text = "some words of a text\n"

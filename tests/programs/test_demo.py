@@ -15,8 +15,6 @@ from forked import CHECKOUT, ENVIRONMENT
 
 from tost_lm.data.shards import Shards
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture
 def demo(in_ci: bool) -> Path:
@@ -27,6 +25,7 @@ def demo(in_ci: bool) -> Path:
     return run
 
 
+@pytest.mark.quick
 def test_the_model_beats_the_byte_bigram_on_held_out_text(demo: Path):
     """And not only one of other text: a bigram with the probabilities of this text itself."""
     results = json.loads((demo / "eval/heldout@bpb/results.json").read_text())
@@ -38,6 +37,7 @@ def test_the_model_beats_the_byte_bigram_on_held_out_text(demo: Path):
     assert results["model"]["bits_per_byte"] < bits / pairs.total()
 
 
+@pytest.mark.quick
 def test_the_run_stopped_and_resumed_without_a_repeated_or_missing_step(demo: Path):
     steps = [json.loads(line)["step"] for line in (demo / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, *range(10, 121, 10)]
@@ -45,12 +45,14 @@ def test_the_run_stopped_and_resumed_without_a_repeated_or_missing_step(demo: Pa
     assert list((demo / "wandb").glob("offline-run-*"))
 
 
+@pytest.mark.quick
 def test_the_report_has_its_figures_and_is_marked_as_a_smoke_run(demo: Path):
     page = (demo / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 3
     assert "smoke run, not a benchmark" in page
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("demo")
 def test_the_model_that_trained_on_passages_finds_needles():
     """At 16 times the trained length, too. The bounds are 100 % less three standard errors of 40 samples with 95 %."""
@@ -65,6 +67,7 @@ def test_the_model_that_trained_on_passages_finds_needles():
     assert all(mean(length, "control_choice_accuracy") < 0.35 for length in (256, 1024, 4096))
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("demo")
 def test_the_readme_shows_what_the_demo_prints():
     """Times are those of another machine, whose processor adds in another order: losses and accuracies are near."""
