@@ -48,7 +48,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert hub
         (folder / f"{hub.split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         local = hub._replace(name=str(folder), subset=None, revision=None)
-        monkeypatch.setitem(DATA_SETS, name, replace(DATA_SETS[name], hub=local))
+        monkeypatch.setitem(DATA_SETS, name, DATA_SETS[name])  # to be restored: `replace` registers its result
+        replace(DATA_SETS[name], hub=local)
 
 
 def find_file(name: str, file: Path | None = None) -> SetFile:
@@ -76,14 +77,14 @@ def test_rows_of_the_hub_become_files_in_the_published_format(capsys: pytest.Cap
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_missing_set_is_one_line_that_asks_for_a_file(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_set_is_one_line_that_asks_for_a_file():
     with pytest.raises(
         ConfigError, match=r"^sets\.owt: not set, and .* give sets\.owt=FILE \(val\.bin of OpenWebText "
     ):
         find_file("owt")
     hub = DATA_SETS["ptb"].hub
     assert hub
-    monkeypatch.setitem(DATA_SETS, "ptb", replace(DATA_SETS["ptb"], hub=hub._replace(name="/nowhere/at/all")))
+    replace(DATA_SETS["ptb"], hub=hub._replace(name="/nowhere/at/all"))  # registers its result
     with pytest.raises(
         ConfigError,
         match=r"^sets\.ptb: not set, and hub:/nowhere/at/all cannot .*; give sets\.ptb=FILE",
