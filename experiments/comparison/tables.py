@@ -22,7 +22,9 @@ def tables(results: Sequence[dict[str, Any]]) -> str:
     differences = [
         (form, *(_difference(measure, by_seed[form], by_seed[first]) for measure in MEASURES)) for form in others
     ]
-    return "\n\n".join([*parts, f"Minus {first}:", table(("form", *MEASURES), differences)])
+    if others:
+        parts += [f"Minus {first}:", table(("form", *MEASURES), differences)]
+    return "\n\n".join(parts)
 
 
 def recall_table(results: Sequence[dict[str, Any]]) -> str:
