@@ -12,7 +12,6 @@ finished one is not repeated. Models have equally many parameters, within 0.5 %.
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from experiments.comparison.text import Texts, losses, measures
 from tost_lm.config import Section, load_config, read_toml, run_program
 from tost_lm.data.shards import Shards
 from tost_lm.errors import ConfigError, TostError
-from tost_lm.files import write_atomically
+from tost_lm.files import read_rows, write_atomically
 from tost_lm.model.flops import parameters
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.version import VERSION, git_commit
@@ -96,15 +95,13 @@ def text_run(name: str, form: dict[str, Any], words: list[str], seed: int) -> di
         write_atomically(recipe, RECIPE.read_text() + change + "\n")
     command = ["tost", "train", str(recipe.relative_to(ROOT)), *words]
     print(" ".join(command), flush=True)
-    since = time.perf_counter()
     module = [sys.executable, "-m", "tost_lm.cli.main", *command[1:]]
     if code := subprocess.run(module, cwd=ROOT, check=False).returncode:
         raise TostError(f"{' '.join(command)}: exit code {code}")
-    seconds = time.perf_counter() - since
     config = load_config(PretrainConfig, recipe, words, from_user=True)
     model = tost_lm.load(config.run_folder)
     texts = Texts.of(Shards.open(next(iter(config.data.folders))))
-    count = parameters(config.model).total
+    count, seconds = parameters(config.model).total, read_rows(config.run_folder / "metrics.jsonl")[-1]["seconds"]
     found = measures(model, texts, config.train.seq_len)
     if set(config.model.letters) > {"A"}:
         found["loss_without_attention"] = losses(without_attention(model), texts).mean(1).tolist()

@@ -84,7 +84,8 @@ def main(path: Path, config: ConvertConfig) -> None:
     if list_files(folder) if isinstance(folder, RemotePath) else folder.exists():
         raise ConfigError(f"{folder}: exists already; give another convert.folder")
     source = path if conversion.mean_of else local_model(path)
-    copies = {name: copy and local_copy(copy) for name in ("like", "tokenizer") for copy in [getattr(conversion, name)]}
+    given = {"like": conversion.like, "tokenizer": conversion.tokenizer}
+    copies = {name: one and local_copy(one) for name, one in given.items()}
     with work_folder() if isinstance(folder, RemotePath) else nullcontext(folder.parent) as parent:
         written = parent / folder.name
         to_ours = partial(_to_ours, named=path)
