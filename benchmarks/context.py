@@ -5,7 +5,7 @@
 
 A small model of each pattern is trained for each task, and measured on examples of another seed: in 32 shots, one
 passage, and random tokens. Texts of context_gain repeat a random passage after more than half of the length.
-Output: one table, and all values in benchmarks/results/.
+Output: one table, and all values in results/benchmarks/.
 """
 
 import time

@@ -8,7 +8,7 @@ which hold the texts in memory, encode them and keep nothing; datasets.map follo
 installed, a partition for each file on Ray, which uses all cores, from its start to the joined folder. They take turns,
 once for each tokenizer. Loader: time from the name of a folder of loader.index_tokens tokens to the first batch, and
 tokens per second of one process on a folder of loader.tokens, for both packings. With the defaults it takes about
-6 minutes on 2 CPU cores. Output: two tables, and all values in benchmarks/results/.
+6 minutes on 2 CPU cores. Output: two tables, and all values in results/benchmarks/.
 """
 
 import json

@@ -7,7 +7,7 @@ The first passages of LAMBADA (lambada_openai@lm-eval) and the first pages of Wi
 to scores. A TSSA model runs in our scorer and one request at a time. GPT-2 of the same shape runs in our scorer and in
 the harness's own class for Hugging Face models (which needs accelerate). Weights are drawn, which changes no time.
 `at best` is the ratio that a scorer of only the necessary matrix products would reach. Output: one table, and all
-values in benchmarks/results/.
+values in results/benchmarks/.
 """
 
 import json

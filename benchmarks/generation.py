@@ -7,7 +7,7 @@ Greedy generation from one token to the number of positions of the model, with l
 position. The rival generates as the released code does: for each token, all layers read the whole text again, and the
 head reads the last token. The rival uses our operator, which is faster than theirs. It is timed at bench.lengths evenly
 spaced lengths of the text, and its total time is the trapezoid sum between them. Output: one table, and all values in
-benchmarks/results/.
+results/benchmarks/.
 """
 
 import time

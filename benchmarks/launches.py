@@ -6,7 +6,7 @@ The code runs as on CUDA in bfloat16, on tensors of the CPU whose results are no
 attention are counted and return what is in memory. Counted are launches of Triton kernels and operations of torch's
 dispatcher, without views and allocations. A fused matrix product is one operation, and an operation may launch several
 kernels. The counts depend on the layers and on the documents, not on the width. A second table has the kernels of a
-block under torch.compile, as Inductor generates them for a CPU. Output: two tables, and benchmarks/results/.
+block under torch.compile, as Inductor generates them for a CPU. Output: two tables, and results/benchmarks/.
 """
 
 import re

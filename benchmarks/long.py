@@ -8,7 +8,7 @@ A step is forward, backward, clipping and AdamW through DeepSpeed's ZeRO stage 1
 peak of a process: on a GPU what torch allocated, on a CPU resident memory with libraries. On a CPU, freed memory of a
 megabyte and more is returned at once (MALLOC_MMAP_THRESHOLD_), so that the peak does not include what glibc keeps.
 Times are measured in one process in which the lengths take turns, with equal numbers of tokens per turn. With the
-defaults it takes about 20 minutes on 2 CPU cores. Output: one table, and all values in benchmarks/results/.
+defaults it takes about 20 minutes on 2 CPU cores. Output: one table, and all values in results/benchmarks/.
 """
 
 import os

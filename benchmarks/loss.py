@@ -5,7 +5,7 @@
 
 From the input and the weight of the head to the gradients of both. Rivals: torch's linear_cross_entropy in tiles of its
 own size and of ours, and whole logits. With the defaults it takes about 6 minutes on 2 CPU cores. Output: one table,
-and all values in benchmarks/results/.
+and all values in results/benchmarks/.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -306,7 +306,7 @@ def in_units(size: float) -> str:
 
 
 def store(name: str, device: str, settings: Section, cells: Sequence[Mapping[str, Any]], text: str) -> Path:
-    """Write benchmarks/results/NAME_DEVICE.json (settings, machine and every cell) and .md (`text`); returns the path
+    """Write results/benchmarks/NAME_DEVICE.json (settings, machine and every cell) and .md (`text`); returns the path
     of the latter. Earlier results of the same machine are replaced."""
     return store_of_machine(name, machine(device), settings, cells, text)
 

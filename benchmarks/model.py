@@ -7,7 +7,7 @@ Two tasks from 1k to 1M tokens, as far as memory and bench.cell_seconds allow: a
 one sequence), and decoding one token after a context. The cost of decoding after the longest context is also measured
 in turns with that after the shortest. The models have equal layers, heads, width and embeddings, and sinusoidal
 positions; they differ in their mixers, and ToST has LayerScale. With the defaults, a small model, it takes about
-10 minutes on 2 CPU cores. Output: one table, and all values in benchmarks/results/.
+10 minutes on 2 CPU cores. Output: one table, and all values in results/benchmarks/.
 """
 
 from collections.abc import Callable, Mapping, Sequence

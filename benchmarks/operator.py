@@ -10,7 +10,7 @@ scaled_dot_product_attention; flash attention where the device has it). Each run
 device; it counts the necessary traffic only: w and y forward, w, dy and dw backward (for the others their inputs and
 gradients). On a CPU, TSSA is also timed beside a busy process, and the delta rule without its convolution beside its
 matrix products alone. With the defaults it takes about 15 minutes on 2 CPU cores. Output: one table, and all values in
-benchmarks/results/.
+results/benchmarks/.
 """
 
 import os

@@ -10,7 +10,7 @@ tokens; everything else follows from the formulas printed with the table.
 Weak scaling: training steps of a small model through DeepSpeed's ZeRO stage 1 on 1, 2, … gloo ranks with one thread and
 equal tokens per rank. They take turns with the same ranks each training its own model without communication, which
 bounds what the machine can do. With the defaults it takes about 5 minutes on 2 busy CPU cores. Output: two tables, and
-all values in benchmarks/results/.
+all values in results/benchmarks/.
 """
 
 import os

@@ -7,7 +7,7 @@ Hidden state: a new model with weights in bfloat16 beside the same weights in fl
 LayerScale. The error is a fraction of what the blocks add to the embedding. Losses: training on the sources of Python's
 standard library, byte by byte, with equal initial weights and batches. Refuted if an error is over 2 %, or if the
 difference of the losses at the end is over 1 % of the loss. With the defaults it takes about 15 minutes on 2 CPU cores,
-which multiply bfloat16 matrices slowly. Output: two tables, and all values in benchmarks/results/.
+which multiply bfloat16 matrices slowly. Output: two tables, and all values in results/benchmarks/.
 """
 
 from collections.abc import Mapping, Sequence

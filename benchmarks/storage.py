@@ -4,7 +4,7 @@
 
 Runs of `tost train` of the recipe `demo` take turns, in the order local, URL, URL, local, …; the URL is file://, and a
 first run fills the cache. A step's rate is that since the step before, so it contains the wait for data.
-Output: a table, and all values in benchmarks/results/. With the defaults it takes about 4 minutes on 2 CPU cores.
+Output: a table, and all values in results/benchmarks/. With the defaults it takes about 4 minutes on 2 CPU cores.
 """
 
 import os

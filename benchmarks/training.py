@@ -9,7 +9,7 @@ published formulas, under autograd and under `torch.compile`, their default; and
 which bounds the possible speed-up. Then ours and both plain loops around our model take turns in up to 100 more rounds,
 which show what DeepSpeed and the operator cost. Engine: a run of `tost train` on one rank with everything on (log,
 heartbeat, checksums, spike guard, async saves): the time beside the steps, and how long a save stops training. With the
-defaults it takes about an hour on 2 CPU cores. Output: two tables, and all values in benchmarks/results/.
+defaults it takes about an hour on 2 CPU cores. Output: two tables, and all values in results/benchmarks/.
 """
 
 import contextlib

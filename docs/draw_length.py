@@ -2,7 +2,7 @@
 
 python docs/draw_length.py
 
-Reads the newest result of `python -m benchmarks.model` in benchmarks/results.
+Reads the newest result of `python -m benchmarks.model` in results/benchmarks.
 """
 
 import json
@@ -22,7 +22,7 @@ TASKS = {
 
 
 def newest_result() -> dict:
-    results = [json.loads(path.read_text()) for path in (CHECKOUT / "benchmarks/results").glob("model_*.json")]
+    results = [json.loads(path.read_text()) for path in (CHECKOUT / "results/benchmarks").glob("model_*.json")]
     return max(results, key=lambda result: result["machine"]["time"])
 
 

@@ -17,7 +17,7 @@ BEGIN, END = "<!-- begin: docs/make_gpu_table.py -->\n", "<!-- end -->\n"
 
 def rows() -> Iterator[dict[str, str]]:
     """A row for each result, and for each part without one."""
-    files = sorted((CHECKOUT / "benchmarks/results").glob("gpu_nvidia-*.json"))
+    files = sorted((CHECKOUT / "results/benchmarks").glob("gpu_nvidia-*.json"))
     records = [json.loads(path.read_text()) for path in files]
     found = [(record["machine"]["device"], cell) for record in records for cell in record["cells"]]
     for name, part in PARTS.items():

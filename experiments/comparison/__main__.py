@@ -1,4 +1,4 @@
-"""Train the models of forms.toml with `tost train`, measure them on unseen books, and store each as a file in results/.
+"""Train the models of forms.toml with `tost train`, measure them on unseen books, and store each in results/comparison.
 
     tost prepare tokenizer corpus.source=BOOKS …      (docs/experiments.md has the commands)
     python -m experiments.comparison [comparison.forms='["qwen3-5"]'] [comparison.seeds=1]
@@ -31,7 +31,7 @@ from tost_lm.version import VERSION, git_commit
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-RECIPE, FORMS, RESULTS = HERE / "recipe.toml", HERE / "forms.toml", HERE / "results"
+RECIPE, FORMS, RESULTS = HERE / "recipe.toml", HERE / "forms.toml", ROOT / "results/comparison"
 HIDDEN_UNIT = 2
 
 

@@ -26,7 +26,7 @@ VICTIM = "delta step"
 
 
 def results_of(folder: Path) -> list[dict[str, Any]]:
-    (path,) = (folder / "benchmarks/results").glob("gpu_*.json")
+    (path,) = (folder / "results/benchmarks").glob("gpu_*.json")
     record = json.loads(path.read_text())
     assert path.name == results_file("gpu", record["machine"]["device"]).name
     table = path.with_suffix(".md").read_text()
@@ -101,7 +101,7 @@ def test_a_plan_takes_its_constants_from_the_results(tmp_path: Path, monkeypatch
     plan = lambda *words: load_config(PlanConfig, recipe, ["cluster.preset=h200-sxm", *words]).cluster
     assert plan().achieved_flops == 0.7
     path = results_file("gpu", "NVIDIA H200")
-    assert path == Path("benchmarks/results/gpu_nvidia-h200.json")
+    assert path == Path("results/benchmarks/gpu_nvidia-h200.json")
     path.parent.mkdir(parents=True)
     cells = [
         {"part": "device", "case": "copy", "bytes_per_second": 3.6e12},

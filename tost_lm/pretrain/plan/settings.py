@@ -14,7 +14,7 @@ from tost_lm.pretrain.settings import PretrainConfig
 
 Preset = Literal["a100-sxm", "h100-sxm", "h100-pcie", "h200-sxm", "b200-sxm"]
 
-RESULTS = Path("benchmarks/results")
+RESULTS = Path("results/benchmarks")
 _FIGURES = ("device", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s", "host_memory_gb")
 # NVIDIA's data sheets of the GPUs and of DGX A100, H100, H200 and B200; of PCIe nodes, one adapter of 400 Gbit/s.
 CLUSTERS: dict[Preset, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The rows of planned times beside what one H200 has measured, in `benchmarks/results/gpu_nvidia-h200.json`.
+"""The rows of planned times beside what one H200 has measured, in `results/benchmarks/gpu_nvidia-h200.json`.
 
 The file has the kernels of a step in all, the largest ones by name, and operators and loss apart from a step. Its steps
 updated one parameter after the other, so their update is counted here.
@@ -24,7 +24,7 @@ from tost_lm.pretrain.plan.settings import PlanConfig
 
 pytestmark = pytest.mark.quick
 
-RECORD = json.loads((CHECKOUT / "benchmarks/results/gpu_nvidia-h200.json").read_text())
+RECORD = json.loads((CHECKOUT / "results/benchmarks/gpu_nvidia-h200.json").read_text())
 CELLS = [cell for cell in RECORD["cells"] if "case" in cell]
 C, V, LAYERS, TOKENS = 768, 50304, 12, 12 * 1024
 COPY = next(cell["bytes_per_second"] for cell in CELLS if cell["case"] == "copy")

@@ -1,1 +1,0 @@
-"""Slot memory and other mixers, compared at equal parameters: see `experiments.forms.__main__`."""
