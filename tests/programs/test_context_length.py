@@ -61,9 +61,7 @@ def test_harness_export_and_card_have_it(longer: Path):
     from tost_lm.interop.hf import export
 
     assert HarnessModel(pretrained=str(longer / "runs/longer")).max_length == TRAINED
-    short = HarnessModel(pretrained=str(longer / "runs/longer"), max_length=9, tokenizer="gpt2")
-    texts = (str(longer), "abcdefghij" * 3)
-    assert short._request(texts, short.tok_encode(texts[1]), [3, 4]).inputs == short.max_length == 9
+    assert HarnessModel(pretrained=str(longer / "runs/longer"), max_length=9, tokenizer="gpt2").max_length == 9
     export(longer / "runs/longer", longer / "export")
     assert AutoConfig.from_pretrained(longer / "export").max_position_embeddings == TRAINED
     for folder in (longer / "runs/longer/checkpoints/step_00000002", longer / "export"):

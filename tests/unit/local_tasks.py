@@ -33,7 +33,7 @@ def run_local_task(
         tasks=["local"],
         task_manager=manager,
         bootstrap_iters=2,  # 0 would also leave out standard errors in closed form
-        batch_size="auto" if model == "tost_lm" else 1,
+        batch_size=1,
     )
     assert model != "tost_lm" or found["config"]["checkpoint"] == "export"
     return found["results"]["local"], found["samples"]["local"]

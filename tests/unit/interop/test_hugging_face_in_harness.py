@@ -1,7 +1,5 @@
 """A Hugging Face model by our scorer and by the harness's own class for such models: the same log-likelihoods."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +9,9 @@ from lm_eval.models.huggingface import HFLM
 from shared_data import GPT2_BPE, needs_shared
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
-from tost_lm.eval.lm_eval import HarnessModel
 from tost_lm.inference.hugging_face import HuggingFaceLM, HuggingFaceTokenizer
 from tost_lm.inference.likelihood import score_requests
 from tost_lm.inference.requests import disjoint_windows, left_truncated
-from tost_lm.interop.hf import export
 from tost_lm.testing import FLOAT32_REORDERED
 
 PAIRS = [
@@ -51,24 +47,3 @@ def test_gpt2_has_the_scores_of_the_harness():
     nats = score_requests(ours, [*requests, *windows]).nats
     found = [*-nats[: len(PAIRS)], -nats[len(PAIRS) :].sum()]
     np.testing.assert_allclose(found, expected, rtol=FLOAT32_REORDERED)
-
-
-def test_an_export_has_the_scores_and_texts_of_its_checkpoint(make_export: Callable[..., Path], tmp_path: Path):
-    run = make_export(max_positions=24)
-    export(run, tmp_path / "hf")
-    native = HarnessModel(str(run))
-    exported = HARNESS_CLASS(str(tmp_path / "hf"), add_bos_token=False, device="cpu", dtype="float32", batch_size=2)
-    found, expected = (
-        [
-            *(nats for nats, _ in model.loglikelihood(requests_of("loglikelihood", *PAIRS), disable_tqdm=True)),
-            *model.loglikelihood_rolling(requests_of("loglikelihood_rolling", (TEXT,), ("No.",)), disable_tqdm=True),
-        ]
-        for model in (exported, native)
-    )
-    np.testing.assert_allclose(found, expected, rtol=FLOAT32_REORDERED)
-    # The library's decoder turns more of invalid UTF-8 into U+FFFD, and these random weights generate much of it.
-    of_token, of_text = exported.tok_decode, native.text_tokenizer.decode
-    exported.tok_decode = lambda ids, **how: of_text(ids) if isinstance(ids, list) else of_token(ids, **how)
-    options = {"until": ["."], "max_gen_toks": 9, "do_sample": False}
-    contexts = requests_of("generate_until", *((context, options) for context in ("The page", "No. They say", TEXT)))
-    assert exported.generate_until(contexts, disable_tqdm=True) == native.generate_until(contexts, disable_tqdm=True)

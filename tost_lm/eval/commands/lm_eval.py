@@ -6,13 +6,12 @@
     torchrun --standalone --nproc-per-node 4 -m tost_lm.eval.commands.lm_eval run --model tost_lm \\
       --model_args pretrained=runs/base …
 
-pretrained is a run folder, a step folder or an export. --batch_size counts texts of the window that are read at once
-(auto: 8,192 tokens, on a CPU 2,048); scores do not depend on it. max_length=N in --model_args sets the window, which is
-the model's context length by default. Under a launcher each rank has a copy of the model and scores a subset of the
-requests. `run --help` lists the harness's arguments, `ls tasks` its tasks.
+pretrained is a run folder, a step folder or an export. --batch_size counts texts that are read at once (auto: as many
+as fit the memory). max_length=N in --model_args sets the tokens of a window, by default the length that the model was
+trained at. Under a launcher each GPU has a copy of the model and computes a subset of the requests. `run --help` lists
+the harness's arguments, `ls tasks` its tasks.
 """
 
-import os
 import sys
 from importlib.util import find_spec
 from typing import NoReturn
@@ -29,15 +28,9 @@ def main(path: None, config: Section) -> None:
         raise ConfigError(f"lm-evaluation-harness is not installed; {install_hint('lm-eval')}")
     from lm_eval.__main__ import cli_evaluate
 
-    from tost_lm.eval.lm_eval import HarnessModel
-    from tost_lm.inference.ranks import joined_ranks
-    from tost_lm.inference.settings import RanksConfig
+    import tost_lm.eval.lm_eval  # registers the model  # noqa: F401
 
-    with joined_ranks(RanksConfig(), copies=True) as ranks:
-        if ranks.rank > 0:
-            os.environ["LMEVAL_LOG_LEVEL"] = "ERROR"
-        HarnessModel.ranks = ranks
-        cli_evaluate()
+    cli_evaluate()
 
 
 def run() -> NoReturn:
