@@ -43,7 +43,7 @@ NO_WAIT = {
     "chunked.py:score_gradients": "of the path of CPUs",
     "chunked.py:_over_earlier_chunks": "of the path of CPUs",
     "chunked.py:_broken": "of the path of CPUs: whether delta layers read a NaN",
-    "prefetch.py:<genexpr>": "from memory that the loader has pinned",
+    "prefetch.py:<genexpr>": "from pinned memory, as tests/gpu/test_waits_gpu.py checks",
     "prefetch.py:_cu_seqlens": "the ends of documents, a host tensor",
     "layout.py:to_device": "through pinned memory, as tests/gpu/test_waits_gpu.py checks",
 }

@@ -163,6 +163,7 @@ def test_an_error_of_settings_on_two_nodes_is_one_line(workplace: Path):
     assert not (workplace / "lost").exists()
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_line(workplace: Path):
     with socket.create_server(("", 0)) as used:
         port = str(used.getsockname()[1])

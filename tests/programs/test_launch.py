@@ -96,7 +96,7 @@ def test_a_killed_rank_ends_the_launch_with_one_line(workplace: Path):
     assert re.fullmatch(rf"error: rank 1 \(.*, pid {rank.pid}\) was lost: .*\n", errors)
 
 
-@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("is_training", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_end_with_a_killed_launcher(workplace: Path, is_training: bool):
     """Also while they start, when nothing watches the store yet."""
     with launched("train", "run.toml", *LONG, cwd=workplace) as process:

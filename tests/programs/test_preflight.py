@@ -59,7 +59,8 @@ def test_training_with_different_settings_on_one_node_is_refused_on_both(workpla
     assert not (workplace / "runs").exists()
 
 
-@pytest.mark.parametrize("program", [pytest.param("tost train", marks=pytest.mark.slow), "tost preflight"])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["tost train", "tost preflight"])
 def test_nodes_with_different_code_are_refused(program: str, workplace: Path, tmp_path_factory):
     """The package of the second node differs in one line."""
     package = tmp_path_factory.mktemp("other") / "tost_lm"

@@ -264,6 +264,7 @@ def test_without_a_compiler_one_line_says_what_to_do(monkeypatch: pytest.MonkeyP
         compile_blocks(drawn_model("T"))
 
 
+@pytest.mark.slow
 def test_addresses_of_parameters_are_checked_in_each_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Blocks share code, but in DeepSpeed's buffers some of their parameters are at no multiple of 16 bytes. Inductor
     checks addresses on GPUs only, so here it takes the CPU for one."""
