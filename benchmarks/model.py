@@ -6,8 +6,8 @@
 Two tasks from 1k to 1M tokens, as far as memory and bench.cell_seconds allow: a training step (forward and backward of
 one sequence), and decoding one token after a context. The cost of decoding after the longest context is also measured
 in turns with that after the shortest. The models have equal layers, heads, width and embeddings, without position
-embeddings. With the defaults, a small model, it takes about 10 minutes on 2 CPU cores. Output: one table, and all values
-in results/benchmarks/.
+embeddings. With the defaults, a small model, it takes about 10 minutes on 2 CPU cores. Output: one table, and all
+values in results/benchmarks/.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,8 +58,8 @@ def run(config: ModelBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]]
         f"{shape.width}, vocabulary {shape.vocab_size}, {bench.resolved_dtype()}, one sequence. Training step: forward "
         "and backward; memory is the peak beyond the weights. Decoding: one token after a context of this many; "
         "memory is the state (of softmax attention the cache, which grows by copying). Times are medians of rounds in "
-        "which the rivals take turns; ¹: a single call, too slow for turns. –: failed at a shorter length. ×: time at the "
-        "longest context divided by time at the shortest, the median over rounds; and the same ratio of state bytes."
+        "which the rivals take turns; ¹: a single call, too slow for turns. –: failed at a shorter length. ×: time at "
+        "the longest context divided by time at the shortest, the median over rounds; and the same ratio of state bytes."
     )
     return cells, text
 
