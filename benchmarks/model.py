@@ -59,7 +59,7 @@ def run(config: ModelBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]]
         "and backward; memory is the peak beyond the weights. Decoding: one token after a context of this many; "
         "memory is the state (of softmax attention the cache, which grows by copying). Times are medians of rounds in "
         "which the rivals take turns; ¹: a single call, too slow for turns. –: failed at a shorter length. ×: time at "
-        "the longest context divided by time at the shortest, the median over rounds; and the same ratio of state bytes."
+        "the longest context divided by time at the shortest, the median over rounds; and the ratio of state bytes."
     )
     return cells, text
 
