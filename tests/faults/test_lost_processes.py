@@ -52,6 +52,7 @@ def test_a_stopped_rank_is_named_with_its_last_step(
     record_fault("hang (SIGSTOP)", count, f"named with its last step, after at most {longest:.1f} s ({limit})")
 
 
+@pytest.mark.slow
 def test_tost_train_ends_soon_after_a_stopped_rank_is_named(workplace: Path, pace: Any):
     words = ["launch.ranks=2", f"run.timeout_seconds={TIMEOUT_S}", "train.steps=100000"]
     words += ["validation.every=1", "validation.sequences=400"]

@@ -171,7 +171,7 @@ OF_THE_NORM = {"zero_step.py:clip_and_record_norm": 1}
 @pytest.mark.parametrize(
     ("parallel", "bfloat16", "of_the_norm"),
     [
-        (ParallelConfig(zero_stage=0), False, OF_THE_NORM),
+        pytest.param(ParallelConfig(zero_stage=0), False, OF_THE_NORM, marks=pytest.mark.slow),
         pytest.param(ParallelConfig(zero_stage=0, sequence=2), False, OF_THE_NORM, marks=pytest.mark.slow),
         pytest.param(ParallelConfig(zero_stage=1), True, {"zero_step.py:_norm": 1}, marks=pytest.mark.quick),
     ],

@@ -23,10 +23,10 @@ import torch
 from doc_pages import FIRST, MINUTES_S, QUICK, RECIPES, Block, blocks_of, with_words
 from forked import CHECKOUT, ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port
 from public_models import write_olmo_hybrid
+from released_code import to_released
 from shared_data import GPT2_BPE
 
 from tost_lm.config import read_toml, validate
-from tost_lm.interop.authors import to_authors
 from tost_lm.model import ModelConfig, TostLM
 
 
@@ -231,7 +231,7 @@ def write_models_of_others(folder: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=64)).save_pretrained(folder / "gpt2")
     sizes = {"preset": "tost-base", "layers": 1, "heads": 2, "width": 8, "max_positions": 64}
     model = TostLM(validate(ModelConfig, sizes, "test"))
-    torch.save(to_authors(model.config, model.state_dict(), iterations=600_000), folder / "ckpt.pt")
+    torch.save(to_released(model, iterations=600_000), folder / "ckpt.pt")
 
 
 def write_files(folder: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hf_tokenizers import byte_level, made
 from programs import refusal, run, snapshot
+from released_code import to_released
 from shared_data import GPT2_BPE, needs_shared
 
 import tost_lm
@@ -17,7 +18,6 @@ from tost_lm.checkpointing.format import Progress, StoredTensors, write_checkpoi
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.files import sha256_file
-from tost_lm.interop.authors import read_authors, to_authors
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.testing import FLOAT32_REORDERED, assert_close
 
@@ -35,7 +35,7 @@ def make_model(**settings: Any) -> TostLM:
 
 
 def write_theirs(path: Path, model: TostLM) -> None:
-    theirs = to_authors(model.config, model.state_dict(), iterations=600000)
+    theirs = to_released(model, iterations=600000)
     adamw = theirs["optimizer"]
     counts = [len(group["params"]) for group in adamw["param_groups"]]
     parameters = [weight for name, weight in theirs["model"].items() if name != "lm_head.weight"]
@@ -55,7 +55,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 @needs_shared
-def test_a_ckpt_becomes_a_model_folder_and_a_ckpt_again(tmp_path: Path):
+def test_a_ckpt_becomes_a_model_folder(tmp_path: Path):
     model = make_model(vocab_size=50304)
     write_theirs(tmp_path / "ckpt.pt", model)
     words = ["ckpt.pt", "convert.folder=models/tost", f"convert.tokenizer={GPT2_BPE}"]
@@ -84,14 +84,6 @@ def test_a_ckpt_becomes_a_model_folder_and_a_ckpt_again(tmp_path: Path):
     before = snapshot(tmp_path / "models")
     assert refusal(PROGRAM, *words, cwd=tmp_path) == "models/tost: exists already; give another convert.folder"
     assert snapshot(tmp_path / "models") == before
-    back = ["models/tost", "convert.folder=back", "convert.to=authors"]
-    written, about_tokens = run(PROGRAM, *back, cwd=tmp_path).splitlines()
-    assert written.startswith("models/tost: written to back/ckpt.pt for ")
-    assert about_tokens == "a ckpt.pt holds no tokenizer; its ids are those of models/tost/tokenizer.tiktoken"
-    assert os.listdir(tmp_path / "back") == ["ckpt.pt"]
-    theirs = torch.load(tmp_path / "back/ckpt.pt", weights_only=True)
-    for name, weight in torch.load(tmp_path / "ckpt.pt", weights_only=True)["model"].items():
-        assert torch.equal(theirs["model"][name], weight), name
 
 
 @needs_shared
@@ -110,20 +102,6 @@ def test_gpt2_keeps_its_tokenizer(tmp_path: Path):
     card = (tmp_path / "models/gpt2/README.md").read_text()
     assert "| converted from | gpt2, GPT-2 of the Hugging Face library |" in card
     assert f"SHA-256 of model.safetensors | {sha256_file(tmp_path / 'gpt2/model.safetensors')} |" in card
-    printed = refusal(PROGRAM, "models/gpt2", "convert.folder=back", "convert.to=authors", cwd=tmp_path)
-    assert printed == "model.gelu 'tanh': the released code only has 'exact'; this model cannot be converted"
-
-
-def test_a_run_becomes_a_ckpt_with_its_step_and_its_optimizer_settings(workplace: Path):
-    run("tost train", "run.toml", "run.stop_at_step=4", "optim.weight_decay=0.25", cwd=workplace)
-    run(PROGRAM, "runs/tiny", "convert.folder=theirs", "convert.to=authors", cwd=workplace)
-    found = read_authors(workplace / "theirs/ckpt.pt")
-    ours = tost_lm.load(workplace / "runs/tiny")
-    assert tost_lm.load_tokenizer(workplace / "runs/tiny").vocab_size == 384
-    assert (found.iterations, found.config.vocab_size) == (4, 384)
-    groups = torch.load(workplace / "theirs/ckpt.pt", weights_only=True)["optimizer"]["param_groups"]
-    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(1e-2, 0.25), (1e-2, 0.0)]
-    assert all(torch.equal(found.weights[name], weight) for name, weight in ours.state_dict().items())
 
 
 def test_the_mean_of_checkpoints_of_a_run(workplace: Path):
@@ -149,7 +127,7 @@ def test_a_run_continues_through_a_ckpt_as_if_it_had_never_stopped(workplace: Pa
     run("tost train", *schedule, "checkpoint.interval=4", cwd=workplace)
     step = workplace / "runs/tiny/checkpoints/step_00000004"
     model, moments = tost_lm.load(step), StoredTensors(step, "optimizer")
-    theirs = to_authors(model.config, model.state_dict(), iterations=4)
+    theirs = to_released(model, iterations=4)
     torch.save(theirs, workplace / "new.pt")
     no_decay, extra_dim = (".gamma", ".temp", ".denom_bias", "norm.weight"), (".temp", ".denom_bias")
     for n, name in enumerate(sorted(model.state_dict(), key=lambda name: name.endswith(no_decay))):
@@ -183,7 +161,7 @@ class Payload:
 
 
 def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
-    theirs = to_authors((model := make_model(vocab_size=50)).config, model.state_dict(), 0)
+    theirs = to_released(model := make_model(vocab_size=400), 0)
     torch.save(theirs, tmp_path / "small.pt")
     torch.save({**theirs, "config": Payload()}, tmp_path / "hostile.pt")
     (tmp_path / "text.pt").write_text("no checkpoint")
@@ -218,9 +196,9 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
         tost_lm.load_tokenizer(tmp_path / "small.pt")
     with pytest.raises(CheckpointError, match="nowhere: no such folder"):
         tost_lm.load_tokenizer(tmp_path / "nowhere")
-    printed = refusal(PROGRAM, "ours", "convert.folder=small.pt/x", "convert.to=authors", cwd=tmp_path)
+    printed = refusal(PROGRAM, "small.pt", "convert.folder=small.pt/x", "convert.tokenizer=ours", cwd=tmp_path)
     assert printed == "small.pt/x: cannot be written: Not a directory"
-    printed = refusal(PROGRAM, "ours", "convert.folder=x", "convert.to=authors", "convert.tokenizer=y", cwd=tmp_path)
+    printed = refusal(PROGRAM, "ours", "convert.folder=x", "convert.to=llama", "convert.tokenizer=y", cwd=tmp_path)
     assert printed == "command line: convert.tokenizer y: only for convert.to=ours; leave it out"
     assert snapshot(tmp_path) == before
     assert not (tmp_path / "was_run").exists()

@@ -1,9 +1,8 @@
-"""Convert models of the released code and of the Hugging Face library to model folders, and models back.
+"""Convert models of the released code and of the Hugging Face library to model folders, and models to that library.
 
     tost convert ckpt.pt convert.folder=models/tost convert.tokenizer=gpt2_bpe
     tost convert gpt2 convert.folder=models/gpt2
     tost convert Olmo-Hybrid-7B convert.folder=models/olmo
-    tost convert runs/base convert.folder=models/theirs convert.to=authors
     tost convert runs/longer convert.folder=models/longer convert.to=olmo-hybrid convert.like=Olmo-Hybrid-7B
     tost convert runs/base convert.folder=models/mean convert.mean_of=5
 
@@ -12,10 +11,8 @@ Face library with GPT-2, Llama, Qwen3, Qwen3.5 or OLMo-Hybrid. The result is a m
 It also has the optimizer's moments and the number of updates of a ckpt.pt. Its model card, README.md, names the source.
 Logits stay the same up to rounding. A checkpoint that would run code is refused. Source and result may be at URLs.
 
-With convert.to=authors the source is a run folder (its newest valid checkpoint), a step folder or an export. Their
-train.py resumes and evaluates the result (init_from=resume); the optimizer's moments start from zero there. Their
-sample.py imports another model file and cannot sample from any ToST checkpoint: use `tost generate`. With the name of a
-form of the Hugging Face library (convert.to=llama, …) the result is a folder that its from_pretrained reads, with a
+With the name of a form of the Hugging Face library (convert.to=llama, …) the source is a run folder (its newest valid
+checkpoint), a step folder or an export, and the result is a folder that the library's from_pretrained reads, with a
 tokenizer and a model card. The model must have this form, at any size. With convert.like=FOLDER, where FOLDER is the
 model that was first converted, the files of its tokenizer, its chat template, its other settings and the dtypes of its
 weights are kept. Of a model of images, the result is a copy with the new text part.
@@ -45,9 +42,9 @@ class ConversionConfig(Section):
     """The target, and the tokenizer."""
 
     folder: Annotated[Path, TAKES_URLS]
-    """New folder for the result, perhaps at a URL: a model folder, or with `to=authors` one with a ckpt.pt."""
+    """New folder for the result, perhaps at a URL."""
     to: Target = "ours"
-    """`ours`: to a model folder. From a run or model: `authors`: to a ckpt.pt; others: to the Hugging Face library."""
+    """`ours`: to a model folder. Others: from a run or model to this form of the Hugging Face library."""
     like: Annotated[Path | None, TAKES_URLS] = None
     """Folder of the Hugging Face library whose tokenizer the model has, and whose other files and settings are kept."""
     tokenizer: Annotated[Path | None, TAKES_URLS] = None
@@ -63,7 +60,7 @@ class ConversionConfig(Section):
             )
         if self.to != "ours" and self.tokenizer:
             raise ValueError(f"convert.tokenizer {self.tokenizer}: only for convert.to=ours; leave it out")
-        if self.like and self.to in ("ours", "authors"):
+        if self.like and self.to == "ours":
             raise ValueError(f"convert.like {self.like}: only for forms of the Hugging Face library; set convert.to")
         return self
 

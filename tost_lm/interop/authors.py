@@ -1,4 +1,4 @@
-"""Checkpoints of the released language code (arXiv 2412.17810, a fork of nanoGPT), read and written.
+"""Checkpoints of the released language code (arXiv 2412.17810, a fork of nanoGPT).
 
 Their train.py saves ckpt.pt by torch.save, a dictionary of:
 
@@ -15,15 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tost_lm.checkpointing.format import SETTINGS, StoredTensors, read_model_config
-from tost_lm.checkpointing.run_folder import step_of
-from tost_lm.config import leaves, read_toml, validate
-from tost_lm.data.tokenizers import find_tokenizer
+from tost_lm.config import validate
 from tost_lm.errors import CheckpointError
-from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
 from tost_lm.interop.gpt2 import (
     BLOCK,
     HEAD,
@@ -31,7 +26,6 @@ from tost_lm.interop.gpt2 import (
     PREFIX,
     SIZES,
     SOFTMAX,
-    check_supported,
     gpt2_name,
     match_weights,
     read_sizes,
@@ -39,7 +33,6 @@ from tost_lm.interop.gpt2 import (
 from tost_lm.interop.interface import ForeignFormat, ForeignModel
 from tost_lm.interop.torch_file import read_torch_file
 from tost_lm.model import ModelConfig
-from tost_lm.optim.settings import OptimConfig
 
 MODEL_ARGS = {**SIZES, "block_size": "max_positions", "bias": "bias"}
 """Their arguments, and our settings."""
@@ -80,69 +73,6 @@ def read_authors(path: Path) -> ForeignModel:
     moments, updates = _read_moments(stored.get("optimizer"), found, weights)
     iterations, nats = _number(stored.get("iter_num")) or 0, _number(stored.get("best_val_loss"))
     return ForeignModel(config, weights, int(iterations), None if nats == NO_LOSS else nats, moments, updates)
-
-
-def to_authors(
-    config: ModelConfig, weights: Mapping[str, Tensor], iterations: int, optim: OptimConfig | None = None
-) -> dict[str, Any]:
-    """The content of a ckpt.pt that their train.py resumes or evaluates.
-
-    Args:
-        weights: by our names.
-        optim: settings of AdamW, whose moments start from zero there; None: the defaults.
-
-    Raises:
-        ConfigError: the released code has no such model; a line for each setting.
-    """
-    kind = "A" if set(config.pattern) == {"A"} else "T"
-    ours = dict(leaves(config.model_dump())) | {"pattern": "".join(dict.fromkeys(config.pattern))}
-    ours |= {
-        "softmax.kv_heads": config.softmax.kv_heads or config.heads,
-        "mlp_hidden": config.mlp_hidden or 4 * config.width,
-    }
-    only_softmax = {"window": 0, "qk_norm": False, "kv_heads": config.heads, "head_size": None, "gate": False}
-    shared = {"mlp_hidden": 4 * config.width, "norm_epsilon": 1e-5}
-    softmax = {"softmax": SOFTMAX["softmax"] | only_softmax} if kind == "A" else {}
-    supported = dict(leaves(MODELS[kind] | shared | softmax))
-    check_supported(ours, supported, "the released code")
-    theirs = {gpt2_name(name): weights[name][..., None] if _has_extra_dim(name) else weights[name] for name in weights}
-    if not config.layer_scale:  # their blocks always have it
-        gammas = [f"h.{layer}.gamma{branch}" for layer in range(config.layers) for branch in (1, 2)]
-        theirs |= {name: torch.ones(config.width) for name in gammas}
-    arguments = {name: getattr(config, ours) for name, ours in MODEL_ARGS.items()}
-    optim = optim or OptimConfig()
-    groups = [
-        {"params": [theirs[name] for name in names], "weight_decay": weight_decay}
-        for names, weight_decay in zip(_optimizer_groups(theirs), (optim.weight_decay, 0.0), strict=True)
-    ]
-    adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2))
-    return {
-        "model": {PREFIX + name: weight for name, weight in theirs.items()} | {HEAD: theirs["wte.weight"]},
-        "optimizer": adamw.state_dict(),
-        "model_args": {**arguments, "dropout": 0.0, "TSSA": kind == "T"},
-        "iter_num": iterations,
-        "best_val_loss": NO_LOSS,
-        "config": {},
-    }
-
-
-def write_authors(folder: Path, checkpoint: dict[str, Any]) -> None:
-    """Write a folder with a ckpt.pt, complete or not at all.
-
-    Raises:
-        CheckpointError: the folder cannot be written.
-    """
-    try:
-        temporary = make_temp_folder(folder)
-        with (temporary / "ckpt.pt").open("wb") as file:
-            torch.save(checkpoint, file)
-        publish_folder(temporary, folder)
-    except (OSError, RuntimeError) as error:
-        remove_temp_folder(folder)
-        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch fails again when it closes
-        if not isinstance(cause, OSError):
-            raise
-        raise CheckpointError(f"{folder}: cannot be written: {cause.strerror}") from None
 
 
 def _model_config(path: Path, arguments: dict[str, Any], found: Mapping[str, Any]) -> ModelConfig:
@@ -205,17 +135,4 @@ def _number(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
-def _write(folder: Path, checkpoint: Path, _like: Path | None) -> list[str]:
-    recorded = checkpoint / SETTINGS
-    optim = validate(OptimConfig, read_toml(recorded)["optim"] if recorded.is_file() else {}, str(recorded))
-    weights = StoredTensors(checkpoint, "model")
-    theirs = to_authors(read_model_config(checkpoint), weights, step_of(checkpoint) or 0, optim)
-    tokenizer = find_tokenizer(checkpoint)
-    write_authors(folder, theirs)
-    return [
-        f"{checkpoint}: written to {folder / 'ckpt.pt'} for init_from=resume of the released train.py",
-        f"a ckpt.pt holds no tokenizer; its ids are those of {tokenizer}",
-    ]
-
-
-FORMAT = ForeignFormat("ckpt.pt of the released code (arXiv 2412.17810)", (), read_authors, lambda source: None, _write)
+FORMAT = ForeignFormat("ckpt.pt of the released code (arXiv 2412.17810)", (), read_authors, lambda source: None)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import Gpt2Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
-from tost_lm.errors import CheckpointError, ConfigError, DataError
+from tost_lm.errors import CheckpointError, DataError
 from tost_lm.files import regular_file
 from tost_lm.interop.interface import ForeignFormat, ForeignModel
 from tost_lm.model import ModelConfig, TostLM
@@ -172,18 +172,6 @@ def check_weights(where: Path, expected: Mapping[str, Tensor], found: Mapping[st
             raise CheckpointError(
                 f"{where}: {name} has shape {list(weight.shape)}, its settings say {list(wanted.shape)}; copy it again"
             )
-
-
-def check_supported(ours: Mapping[str, Any], supported: Mapping[str, Any], theirs: str) -> None:
-    """Raises ConfigError with a line for each setting, by its dotted name, whose only value there is another."""
-    differing = {name: value for name, value in supported.items() if ours[name] != value}
-    if differing:
-        raise ConfigError(
-            "\n".join(
-                f"model.{name} {ours[name]!r}: {theirs} only has {value!r}; this model cannot be converted"
-                for name, value in differing.items()
-            )
-        )
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.hugging_face import check_settings, transformers_library
 from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
-from tost_lm.interop.gpt2 import CONFIG, check_supported, listed, read_settings, weight_files
+from tost_lm.interop.gpt2 import CONFIG, listed, read_settings, weight_files
 from tost_lm.interop.interface import ForeignFormat, ForeignModel
 from tost_lm.mixers.delta.settings import CONV_TAPS
 from tost_lm.mixers.delta.settings import Sizes as DeltaSizes
@@ -315,7 +315,7 @@ class PublicForm:
         of_theirs: dict[str, Any] = {}
         for name, theirs in self._sizes.items():  # where two of ours are one of theirs, they are equal
             supported[name] = of_theirs.setdefault(theirs, ours[name])
-        check_supported(ours, supported | {"pattern": "".join(sorted(self.blocks))}, self.model_class)
+        _check_supported(ours, supported | {"pattern": "".join(sorted(self.blocks))}, self.model_class)
         if self.without_rotary is None and not config.softmax.rope_theta:
             raise ConfigError(
                 f"model.softmax.rope_theta 0: {self.model_class} always has a rotary embedding; this model cannot be "
@@ -353,6 +353,18 @@ class PublicForm:
         self.write(folder, config, weights, read_tokenizer(path), as_read=as_read, like=like, card=card + stale)
         written = f"{checkpoint}: written to {folder} for {self.model_class}.from_pretrained"
         return [written, f"its ids are those of {path}", *stale.splitlines()[1:]]
+
+
+def _check_supported(ours: Mapping[str, Any], supported: Mapping[str, Any], theirs: str) -> None:
+    """Raises ConfigError with a line for each setting, by its dotted name, whose only value there is another."""
+    differing = {name: value for name, value in supported.items() if ours[name] != value}
+    if differing:
+        raise ConfigError(
+            "\n".join(
+                f"model.{name} {ours[name]!r}: {theirs} only has {value!r}; this model cannot be converted"
+                for name, value in differing.items()
+            )
+        )
 
 
 def read_their_tokenizer(folder: Path) -> HfTokenizer | None:
