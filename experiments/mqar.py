@@ -40,8 +40,6 @@ from tost_lm.optim.settings import OptimConfig, obstacle_to_schedule
 from tost_lm.parallel.graceful_stop import terminable
 from tost_lm.version import VERSION
 
-PUBLISHED_WIDTH = 768
-
 
 class MqarConfig(Section):
     """The task `mqar@zoology`."""
@@ -228,11 +226,8 @@ def measure(config: RecallConfig) -> list[Result]:
 
 
 def draw_model(config: ModelConfig, seed: int) -> TostLM:
-    """A model with the initial standard deviation of its own width."""
     torch.manual_seed(seed)
-    model = TostLM(config)
-    scale_initial_std(model, config.width)
-    return model
+    return TostLM(config)
 
 
 def loss_of_examples(model: nn.Module, config: MqarConfig, batch_size: int, seed: int) -> Callable[[int], Tensor]:
@@ -328,18 +323,6 @@ def _on(device: torch.device, examples: Examples) -> tuple[Tensor, Tensor]:
 
 def _mean(results: Sequence[Result], key: str) -> float:
     return sum(result[key] for result in results) / len(results)
-
-
-@torch.no_grad()
-def scale_initial_std(model: nn.Module, width: int) -> None:
-    """Scale the matrices of a new model from the published width of 768 to its own width.
-
-    With 0.02 at a width of 64, softmax attention found no key of MQAR after 2,700 steps; with this it finds nearly all
-    after 600 (docs/experiments.md).
-    """
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter.mul_(math.sqrt(PUBLISHED_WIDTH / width))
 
 
 def stored_results(path: Path) -> list[Result]:

@@ -19,12 +19,12 @@ from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.mixers.tssa.naive import TssaState, tssa
 from tost_lm.model.block import Block, LayerNorm, LayerScale
 from tost_lm.model.config import ModelConfig
-from tost_lm.ops.initialization import INITIAL_STD
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.precision import statistics_dtype
 
 CLASS_BLOCKS = 2
 NORM_EPSILON = 1e-6
+INITIAL_STD = 0.02
 FOURIER_FEATURES = 32
 """Number for each coordinate of a patch."""
 FOURIER_BASE = 10000.0

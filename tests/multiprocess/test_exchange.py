@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 import torch.distributed as dist
-from doc_pages import blocks_of
+from forked import CHECKOUT
 from torch import Tensor
 from toy_mixer import rank_shard
 
@@ -27,7 +27,7 @@ LENGTHS = (1, 2, 9, 1, 1, 5, 2)
 """Tokens of the first ranks; the last one has the rest of T."""
 T = 40
 EXCHANGING = [*(letter for letter, facts in FACTS.items() if isinstance(facts, RecurrentFacts)), "H"]
-"""Mixers whose ranks exchange statistics; those of softmax gather keys. H: HGRN2, the plugin of a tutorial."""
+"""Mixers whose ranks exchange statistics; those of softmax gather keys. H: HGRN2, a plugin."""
 OFFSETS = (0, 2, 13, 14, 37, 40)  # across cuts, from cut to cut, within a shard
 SETTINGS = {
     "layers": 1,
@@ -92,10 +92,8 @@ def on_this_rank(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.quick), 4, 5, 6, 7, 8])
-def test_outputs_states_and_gradients_are_those_of_one_process(ranks: int, tmp_path: Path):
-    (text,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == "hgrn2.py")
-    (tmp_path / "hgrn2.py").write_text(text)
-    first, *others = run_on_ranks(compare_with_one_process, ranks, tmp_path / "hgrn2.py")
+def test_outputs_states_and_gradients_are_those_of_one_process(ranks: int):
+    first, *others = run_on_ranks(compare_with_one_process, ranks, CHECKOUT / "experiments/hgrn2.py")
     assert len(first) == 12 * len(EXCHANGING)
     for case, of_others in zip(first, zip(*others, strict=True), strict=True):
         assert case.error < 1e-10, case.where

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from doc_pages import blocks_of
+from forked import CHECKOUT
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -195,18 +196,18 @@ def test_synchronizations_by_deepspeed_are_recorded():
     assert waits == {"step.py:train_step": 1, **OF_THE_NORM, "timer.py:start": 2, "timer.py:stop": 2}
 
 
-PLUGINS = {"E": "gated_ema.py", "H": "hgrn2.py"}
+(EMA,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == "gated_ema.py")
+PLUGINS = {"E": EMA, "H": (CHECKOUT / "experiments/hgrn2.py").read_text()}
 
 
 @pytest.fixture
 def pattern(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The letter of a mixer, or of a plugin that a tutorial writes."""
-    if file := PLUGINS.get(request.param):
-        (text,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == file)
-        (tmp_path / file).write_text(text)
-        run_plugin(tmp_path / file)
+    """The letter of a mixer, or of a plugin."""
+    if text := PLUGINS.get(request.param):
+        (tmp_path / "plugin.py").write_text(text)
+        run_plugin(tmp_path / "plugin.py")
     yield request.param
-    if file:
+    if text:
         del FACTS[request.param]
 
 

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 from doc_pages import blocks_of
-from forked import ENVIRONMENT, Forked
+from forked import CHECKOUT, ENVIRONMENT, Forked
 from programs import losses, refusal, run
 
 from tost_lm.files import sha256_bytes
 from tost_lm.testing import FLOAT32_REORDERED
 
-TEXTS = {block.file: block.text for block in blocks_of("docs/tutorials/own_mixer.md")}
-EMA, HGRN2 = TEXTS["gated_ema.py"], TEXTS["hgrn2.py"]
+(EMA,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == "gated_ema.py")
 MARKED = f"from pathlib import Path\nPath('marker').touch()\n{EMA}"
 WORDS = ["run.toml", 'model.plugins=["gated_ema.py"]', "model.pattern=EA", "model.positions=none",
          "model.softmax.window=16"]  # fmt: skip
@@ -25,7 +24,7 @@ STEPS = 12
 @pytest.fixture
 def folder(workplace: Path) -> Path:
     (workplace / "gated_ema.py").write_text(EMA)
-    (workplace / "hgrn2.py").write_text(HGRN2)
+    (workplace / "hgrn2.py").symlink_to(CHECKOUT / "experiments/hgrn2.py")
     return workplace
 
 

@@ -100,6 +100,8 @@ class ModelConfig(MixerSettings, ModelShape):
     """Letters of model.pattern. In the blocks of these mixers the norms are applied to the outputs of both branches instead of their inputs (arXiv 2501.00656)."""
     tied_head: bool = True
     """Whether the head's weight is the token embedding; otherwise it has a weight of its own, drawn from the same distribution."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the initial embedding and matrices; it is divided by √(2·layers) for those that end a branch. The default is GPT-2's, for a width of 768: narrower models learn faster with 0.02·√(768 / width)."""
     bias: bool = False
     """Biases in linear layers and, with norm `layer`, in norms."""
     plugin_settings: dict[str, dict[str, Any]] = Field(default_factory=dict, validate_default=True)

@@ -14,7 +14,7 @@ from tost_lm.model.block import Block, FixedState, LMOutput, LMState, build_norm
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.streaming import TILE_TOKENS, Tokens, TokenStream
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, CrossEntropy, linear_cross_entropy
-from tost_lm.ops.initialization import INITIAL_STD, draw_seed, initialize
+from tost_lm.ops.initialization import draw_seed, initialize
 from tost_lm.ops.layout import SequenceShard
 from tost_lm.ops.positions import SequenceInfo, sinusoidal
 from tost_lm.ops.precision import statistics_dtype
@@ -71,7 +71,7 @@ class TostLM(nn.Module):
             self.head = head(config, z_loss)
         self._positions_here: Callable[[Tensor], Tensor] = lambda position: position
         if device.type != "meta":
-            initialize(self.to_empty(device=device), config.layers, draw_seed())
+            initialize(self.to_empty(device=device), config.layers, config.init_std, draw_seed())
 
     def forward(
         self,
@@ -125,7 +125,7 @@ class TostLM(nn.Module):
             x_BTC = x_BTC + self.positions(position)
         elif self.config.positions == "sinusoidal":
             # Scaled to the initial size of learned positions, to be no larger than the token embeddings.
-            x_BTC = x_BTC + INITIAL_STD * sinusoidal(position, x_BTC.shape[-1], x_BTC.dtype)
+            x_BTC = x_BTC + self.config.init_std * sinusoidal(position, x_BTC.shape[-1], x_BTC.dtype)
         info = info.with_rotary(self.config.rotary, x_BTC.dtype)
         states: list[Any] = []
         for i, block in enumerate(self.blocks):

@@ -15,7 +15,6 @@ import xxhash
 from numpy.random import Philox
 from torch import Tensor, nn
 
-INITIAL_STD = 0.02
 BLOCK = 1 << 14
 """Elements drawn at once: so few that torch computes them in one thread."""
 COUNTER_WORDS = 4
@@ -41,21 +40,24 @@ class HasInitialValues(Protocol):
         ...
 
 
-def initial_values(model: nn.Module, layers: int) -> dict[str, InitialValue]:
-    """The initial value of each parameter of a model of so many layers, by name; it may be on the meta device."""
+def initial_values(model: nn.Module, layers: int, std: float) -> dict[str, InitialValue]:
+    """The initial value of each parameter of a model of so many layers, by name; it may be on the meta device.
+
+    `std` is the standard deviation of its matrices but those that end a branch.
+    """
     found = {}
     for prefix, module in model.named_modules():
-        values = own_values(module, initial_std(layers, ends_branch=prefix.endswith(".out_proj")))
+        values = own_values(module, matrix_std(std, layers, ends_branch=prefix.endswith(".out_proj")))
         found |= {f"{prefix}.{name}".lstrip("."): value for name, value in values.items()}
     return {name: found[name] for name, _ in model.named_parameters()}
 
 
-def initial_std(layers: int, ends_branch: bool) -> float:
-    """Standard deviation of a matrix in a model of so many layers.
+def matrix_std(std: float, layers: int, ends_branch: bool) -> float:
+    """Standard deviation of a matrix in a model of so many layers, whose other matrices have `std`.
 
     `ends_branch`: it is the output projection of a mixer or an MLP.
     """
-    return INITIAL_STD / math.sqrt(2 * layers) if ends_branch else INITIAL_STD
+    return std / math.sqrt(2 * layers) if ends_branch else std
 
 
 def own_values(module: nn.Module, std: float) -> dict[str, InitialValue]:
@@ -76,9 +78,9 @@ def set_own_constants(module: HasInitialValues) -> None:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, layers: int, seed: int) -> None:
-    """Set all parameters of a model to their initial values."""
-    for name, value in initial_values(model, layers).items():
+def initialize(model: nn.Module, layers: int, std: float, seed: int) -> None:
+    """Set all parameters of a model to their `initial_values`."""
+    for name, value in initial_values(model, layers, std).items():
         parameter = model.get_parameter(name)
         if isinstance(value, Normal):
             parameter.copy_(draw(value, seed, name, parameter.shape))

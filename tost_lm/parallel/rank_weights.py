@@ -81,7 +81,7 @@ def draw_on_rank(model: nn.Module, config: ModelConfig, axis: Axis) -> Iterator[
     seed = draw_seed()
     with torch.device("meta"):
         whole = TostLM(config)
-    values = initial_values(whole, config.layers)
+    values = initial_values(whole, config.layers, config.init_std)
     for name, parameter in model.named_parameters():
         value, shape, held = values[name], whole.get_parameter(name).shape, slice_of(parameter)
         if isinstance(value, Normal) and held is not None:

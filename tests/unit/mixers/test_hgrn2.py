@@ -1,13 +1,12 @@
-"""HGRN2, the second plugin of docs/tutorials/own_mixer.md, conforms, and its chunks are the recurrence."""
+"""HGRN2, a plugin of experiments, conforms, and its chunks are the recurrence."""
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from doc_pages import blocks_of
+from forked import CHECKOUT
 from layer_forms import config_of
 from torch import Tensor
 
@@ -19,11 +18,9 @@ RANKS, WINDOW, NAN = EQUALITIES[5], *EQUALITIES[7:]
 
 
 @pytest.fixture(autouse=True)
-def hgrn2(tmp_path: Path) -> Iterator[Any]:
+def hgrn2() -> Iterator[Any]:
     """The module."""
-    (text,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == "hgrn2.py")
-    (tmp_path / "hgrn2.py").write_text(text)
-    run_plugin(tmp_path / "hgrn2.py")
+    run_plugin(CHECKOUT / "experiments/hgrn2.py")
     yield sys.modules[mixer_class("H").__module__]
     del FACTS["H"]
 

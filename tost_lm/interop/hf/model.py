@@ -30,7 +30,7 @@ from tost_lm.model.config import PRESETS, ModelConfig
 from tost_lm.model.lm import Head, TostLM
 from tost_lm.model.streaming import to_running_dtype
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.ops.initialization import Normal, initial_std, own_values
+from tost_lm.ops.initialization import Normal, matrix_std, own_values
 
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
 """The library's name of the cache, another one before 5.24."""
@@ -274,7 +274,8 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         """The same distributions as in `TostLM`."""
         ends_branch = any(module is other for name, other in self.model.named_modules() if name.endswith(".out_proj"))
-        for name, value in own_values(module, initial_std(self.model.config.layers, ends_branch)).items():
+        std = matrix_std(self.model.config.init_std, self.model.config.layers, ends_branch)
+        for name, value in own_values(module, std).items():
             parameter = getattr(module, name, None)
             if isinstance(parameter, Tensor) and isinstance(value, Normal):
                 initialization.normal_(parameter, std=value.std)

@@ -37,7 +37,7 @@ def test_initial_values_are_spread_over_the_published_ranges():
 
 
 def initialized(mixer: DeltaMixer) -> DeltaMixer:
-    initialize(nn.ModuleDict({"mixer": mixer}), layers=1, seed=0)
+    initialize(nn.ModuleDict({"mixer": mixer}), layers=1, std=0.02, seed=0)
     return mixer
 
 

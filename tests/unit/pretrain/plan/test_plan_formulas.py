@@ -1,7 +1,5 @@
-"""The plan: what it is made of, what it says where something does not fit, and the tables in docs/plan.md."""
+"""The plan: what it is made of, and what it says where something does not fit."""
 
-import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,6 @@ import pytest
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
 from tost_lm.optim.adamw import OPTIMIZER as ADAMW
-from tost_lm.pretrain.commands.plan import run
 from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
 from tost_lm.pretrain.plan import traffic
@@ -152,17 +149,3 @@ def test_a_batch_that_ranks_cannot_divide_names_settings_that_they_can():
         assert planned(BASE, "cluster.nodes=64", *words.split()).accumulation(512)
     with pytest.raises(ConfigError, match=r"set train.micro_batch_size=10, or train.global_batch_size=528$"):
         planned(BASE, "train.micro_batch_size=11").accumulation(16)
-
-
-def test_the_tables_in_the_documentation_are_those_of_their_commands(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    text = (CHECKOUT / "docs/plan.md").read_text()
-    found = re.findall(r"```bash\ntost plan (\S+)((?: \S+)*)\n```\n\n((?:\|.*\n)+)", text)
-    assert len(found) == 1
-    monkeypatch.chdir(tmp_path)
-    for path, words, table in found:
-        monkeypatch.setattr(sys, "argv", ["plan", str(CHECKOUT / path), *words.split()])
-        with pytest.raises(SystemExit):
-            run()
-        assert capsys.readouterr().out == table
