@@ -28,7 +28,7 @@ from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.files import write_atomically
 from tost_lm.pretrain.plan.settings import RESULTS, results_file
-from tost_lm.version import VERSION
+from tost_lm.version import VERSION, git_commit
 
 CHECKOUT = Path(__file__).parents[1]
 NOT_TRIED = {"failed": "–"}
@@ -355,6 +355,7 @@ def machine(device: str) -> dict[str, Any]:
         else f"{cpu_name}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "tost_lm": VERSION,
+        "commit": git_commit(),
         "time": now(),
     }
 

@@ -1,11 +1,14 @@
-"""Environment of all tests, what `-m quick` imports, time budgets, and the reasons of skipped tests."""
+"""Environment of all tests, what `-m quick` imports, time budgets, the reasons of skipped tests, and recorded runs."""
 
+import json
 import os
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 # Defaults that must be set before torch is imported; the processes that tests start inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test workers share the cores
@@ -14,6 +17,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads slow dow
 import pytest
 import torch
 from shared_data import MISSING
+
+from tost_lm.version import git_commit
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
@@ -32,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--budget", type=float, metavar="MINUTES", help="on 2 quiet cores; printed, and CI fails beyond twice as much"
     )
+    parser.addoption("--record", metavar="FILE", help="keep the results of each test file there")
     parser.addoption("--missing", metavar="FILE", help=f"append the names of tests that are skipped since {MISSING}")
 
 
@@ -81,8 +87,26 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         names = [report.nodeid for report in skipped if MISSING in report.longrepr[2]]
         with Path(file).open("a") as lines:
             lines.writelines(f"{name}\n" for name in names)
+    if file := config.getoption("--record"):
+        _record(Path(file), terminalreporter)
     if budget := config.getoption("--budget"):
         write(f"{_minutes():.1f} minutes, budget {budget:g}")
+
+
+def _record(path: Path, reporter: pytest.TerminalReporter) -> None:
+    """Add the results of this run to those of the same commit; they replace those of an earlier one, file by file."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    run = {"date": datetime.now(UTC).date().isoformat(), "commit": git_commit(), "device": device}
+    stored: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else {}
+    fresh = {file: one for file, one in stored.items() if one["commit"] == run["commit"]}
+    for outcome in ("passed", "failed", "skipped"):
+        for report in reporter.getreports(outcome):
+            if outcome == "passed" and report.when != "call":
+                continue
+            file = report.nodeid.partition("::")[0]
+            counts = fresh.setdefault(file, {**run, "passed": 0, "failed": 0, "skipped": 0})
+            counts[outcome] += 1
+    path.write_text(json.dumps(dict(sorted((stored | fresh).items())), indent=1) + "\n")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -1,6 +1,6 @@
 """Files at URLs, by fsspec: listed, opened, fetched into a cache on the local disk, and uploaded.
 
-A file system is opened in the function that uses it, because fsspec's do not survive a fork. The cache is the folder
+A file system is opened in the function that uses it, because fsspec has one for each thread. The cache is the folder
 TOST_CACHE (default ~/.cache/tost_lm) of up to TOST_CACHE_GB (default 100): half for blocks of token shards, which are
 named by their hash, and half for copies of folders and files, which are named by what the URL has.
 """

@@ -8,8 +8,6 @@
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     ._scaled_dot_product_flash_attention_for_cpu_backward                       attention to keys in parts
     torch._compile, torch._dynamo.config, torch._inductor, torch.utils._triton  limits and compilers of torch.compile
-    DataLoader iterators' _workers and _shutdown_workers, and Python's
-    Queue._on_queue_feeder_error                                                worker processes
     torch.utils._pytree, torch.utils._python_dispatch, OpOverload._schema       tests of conformance and of traffic
 
 `tests/full/test_newest_versions.py` runs the tests of these, and of DeepSpeed's in `parallel/zero.py`, with the newest
@@ -24,7 +22,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
@@ -151,30 +148,6 @@ def use_private_inductor_cache() -> None:
     config.cpp_cache_precompile_headers = False
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(default)) == str(default):  # torch may have set it to the default
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torchinductor_")
-
-
-def handle_failed_sends(handle: Callable[[Exception, object], None]) -> None:
-    """In a loader worker, call `handle` with the error and the batch that cannot be sent, which Python would drop."""
-    Queue._on_queue_feeder_error = staticmethod(handle)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def loader_workers(iterator: Any) -> list[Any]:
-    """The processes of a DataLoader's iterator."""
-    return iterator._workers
-
-
-def pinning_has_ended(iterator: Any) -> bool:
-    """Whether the thread that copies a DataLoader's batches to pinned memory has died; torch does not check it when the
-    DataLoader has a timeout."""
-    thread = getattr(iterator, "_pin_memory_thread", None)
-    return thread is not None and not thread.is_alive()
-
-
-def end_loader_workers(iterator: Any) -> None:
-    """End the processes of a DataLoader's iterator, within about 5 s also those that do not answer."""
-    iterator._shutdown_workers()
-    for worker in iterator._workers:
-        worker.kill()  # a stopped one: Python waits for it at its own end
 
 
 def argument_names(operator: Any) -> list[str]:

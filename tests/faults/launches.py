@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -114,9 +114,6 @@ def launch(
         yield Launch(processes, folder, name)
     finally:
         for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                for worker in psutil.Process(process.pid).children():
-                    worker.kill()
             process.kill()
             process.join()
 

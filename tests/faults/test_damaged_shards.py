@@ -33,7 +33,7 @@ def folder(workplace: Path, shards: Path) -> Path:
 
 
 def flip_a_bit(path: Path) -> None:
-    """In place: a memory map of the file sees it."""
+    """In place: an open file sees it."""
     with path.open("r+b") as file:
         first = file.read(1)
         file.seek(0)
@@ -106,17 +106,16 @@ def test_a_shard_that_changes_between_stop_and_resume(workplace: Path, folder: P
     assert saved_steps(workplace / "runs/tiny") == [2]
 
 
-def test_a_shard_that_is_truncated_during_a_run(workplace: Path, folder: Path):
-    """The worker has checked these shards, so the kernel ends it when it reads after the end of a file."""
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_shard_that_is_truncated_during_a_run(workplace: Path, folder: Path, workers: int):
+    """The run has checked these shards and keeps them open."""
     checked = sorted(path for path, step in first_uses(workplace, folder).items() if step <= 10)
     assert len(checked) > 10
-    with launch(workplace, 1, "data.workers=1", "train.steps=100000") as running:
+    with launch(workplace, 1, f"data.workers={workers}", "train.steps=100000") as running:
         running.until(lambda: running.step() >= 11)
-        size = checked[0].stat().st_size
         for path in checked:
             os.truncate(path, 0)
-        assert_ends_in_one_line(running, f"shards/{checked[0].name}: damaged, 0 bytes instead of {size}", FIX)
-        assert "shared memory" not in running.output()
+        assert_ends_in_one_line(running, "shards/train_", ".bin: damaged, 0 bytes instead of ", FIX)
 
 
 def test_a_token_id_beyond_the_vocabulary(workplace: Path, folder: Path):

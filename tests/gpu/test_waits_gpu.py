@@ -1,14 +1,16 @@
 """Where training on a GPU waits: micro-batches of packed documents nowhere, and a step not in DeepSpeed."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_prefetch import batches_of, read
 
 from benchmarks.engine import engine_of
 from tost_lm.config import validate
-from tost_lm.data.prefetch import MicroBatch
+from tost_lm.data.prefetch import MicroBatch, _on_host, prefetched
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.parallel.mesh import stop_world
 from tost_lm.pretrain.step import train_step
@@ -45,6 +47,19 @@ def test_packed_documents_wait_for_nothing(tile_tokens: int | None):
         step(7, 33, 250, 402)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_batches_come_through_pinned_memory_without_a_wait(tmp_path: Path):
+    batches, device = batches_of(tmp_path), torch.device(DEVICE, torch.cuda.current_device())
+    assert _on_host(batches[0], device).tokens.is_pinned()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with prefetched(batches, range(9), 2, device) as steps:
+            found = list(steps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    values = [(step, [[x if x is None else x.tolist() for x in micro] for micro in micros]) for step, micros in found]
+    assert values == read(batches, range(9), 0)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["float32", "bfloat16"])

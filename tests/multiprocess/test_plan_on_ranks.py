@@ -27,7 +27,8 @@ TINY = {**SMALL, "width": 64, "layers": 2, "vocab_size": 512, "micro_batch": 2}
 @pytest.mark.parametrize(
     ("axis", "model"),
     [
-        *((axis, {"pattern": "DA"}) for axis in ("sequence", "tensor")),
+        ("sequence", {"pattern": "DA"}),
+        pytest.param("tensor", {"pattern": "DA"}, marks=pytest.mark.slow),
         *(
             pytest.param(axis, {"pattern": "TA", **forms}, marks=pytest.mark.slow)
             for axis in ("sequence", "tensor")
@@ -76,7 +77,7 @@ def test_messages_of_what_is_computed_again(pattern: str, layer_scale: float, me
         pytest.param("TA", 30, {"tile_tokens": 100}, marks=pytest.mark.quick),
         pytest.param("DA", 30, {"tile_tokens": 100}, marks=pytest.mark.slow),
         pytest.param("DA", 0, {"tile_tokens": 100}, marks=pytest.mark.slow),
-        ("TA", 0, {"tile_tokens": 60, "activation_checkpointing": "full"}),
+        pytest.param("TA", 0, {"tile_tokens": 60, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
         pytest.param("TD", 0, {"tile_tokens": 100, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
         pytest.param("AD", 0, {"tile_tokens": 100, "activation_checkpointing": "mixers"}, marks=pytest.mark.slow),
         pytest.param(

@@ -1,17 +1,18 @@
 """Run the programs as a user does: in processes, with files, in a folder of the test."""
 
+import io
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterable
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from forked import ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port, module_of
+import pytest
+from forked import ENVIRONMENT, Forked, as_rank, free_port, module_of
 
+from tost_lm.cli.main import main as tost
 from tost_lm.files import read_rows
 
 TINY_RUN = """
@@ -70,38 +71,38 @@ def peak_memory(program: str, *words: object, cwd: Path, **environment: str) -> 
 def refusal(program: str, *words: object, cwd: Path, **environment: str) -> str:
     """The error lines, without `error: `, of a program that must exit with 2 and print nothing else on stderr."""
     code, _, err = Forked(program, *words, cwd=cwd, **environment).finish()
+    return _error_lines(code, err)
+
+
+def run_here(program: str, *words: object, cwd: Path) -> str:
+    """As `run`, in this process: for programs of one rank whose imports take longer than their work."""
+    code, out, err = _finished_here(program, words, cwd)
+    assert code == 0, err
+    return out
+
+
+def refusal_here(program: str, *words: object, cwd: Path) -> str:
+    """As `refusal`, in this process."""
+    code, _, err = _finished_here(program, words, cwd)
+    return _error_lines(code, err)
+
+
+def _finished_here(program: str, words: Iterable[object], cwd: Path) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with chdir(cwd), redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [*program.split(), *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            tost()
+    return int(ended.value.code or 0), out.getvalue(), err.getvalue()
+
+
+def _error_lines(code: int, err: str) -> str:
     assert code == 2, err
     lines = err.splitlines()
     assert lines
     assert all(line.startswith("error: ") for line in lines), err
     return "\n".join(line.removeprefix("error: ") for line in lines)
-
-
-def interrupt(program: str, *words: object, cwd: Path, when: Callable[[], bool]) -> tuple[int, str]:
-    """Send Ctrl-C to the whole process group, as a terminal does, once `when()` is true; exit code and stderr.
-
-    The program runs in a fresh interpreter.
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-m", *module_of(program, words)],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C reaches only this group
-        # Processes that a shell starts in the background ignore Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    deadline = time.monotonic() + LIMIT_S
-    while not when() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    ended_early = process.poll() is not None
-    if not ended_early:
-        os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert not ended_early, err
-    return process.returncode, err
 
 
 def write_corpus(path: Path, documents: int, words: int) -> None:

@@ -45,7 +45,7 @@ def write_recipe(folder: Path, name: str, longer: str = "", longest: str = "") -
 
 @pytest.fixture(scope="module")
 def place(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shard folders, recipes of three stages, and the run `whole`."""
+    """Two shard folders, and recipes of three stages."""
     folder = tmp_path_factory.mktemp("stages")
     shutil.copy(prepared / "run.toml", folder)
     (folder / "out").symlink_to(prepared / "out")
@@ -56,12 +56,22 @@ def place(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("tost prepare shards", "other.toml", cwd=folder)
     write_recipe(folder, "stages.toml")
     write_recipe(folder, "layouts.toml", "parallel.tensor = 2", "parallel.tensor = 1\nparallel.sequence = 2")
-    train(folder, "whole")
     return folder
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> None:
+    train(place, "whole")
 
 
 def train(folder: Path, name: str, *words: str, recipe: str = "stages.toml") -> str:
     return run("tost train", recipe, f"run.name={name}", *MODEL, *words, cwd=folder)
+
+
+def train_until(folder: Path, name: str, *steps: int) -> None:
+    """Stop after each of these steps. If it is the end of a stage, the next one needs no fresh interpreter."""
+    for step in steps:
+        train(folder, name, f"run.stop_at_step={step}")
 
 
 def refused(folder: Path, name: str, *words: str, recipe: str = "stages.toml") -> str:
@@ -71,7 +81,7 @@ def refused(folder: Path, name: str, *words: str, recipe: str = "stages.toml") -
     return error
 
 
-@pytest.mark.quick
+@pytest.mark.usefixtures("whole")
 def test_one_command_trains_all_stages(place: Path):
     steps = curve(place, "whole")
     assert [row[0] for row in steps] == [*range(1, 11)]
@@ -95,15 +105,16 @@ def test_one_command_trains_all_stages(place: Path):
     assert "reusing" in train(place, "whole")
 
 
+@pytest.mark.usefixtures("whole")
 def test_a_run_stopped_in_each_stage_is_the_unbroken_one(place: Path):
-    for step in (3, 4, 7, 9):
-        train(place, "parts", f"run.stop_at_step={step}")
+    train_until(place, "parts", 3, 4, 7, 8, 9)
     train(place, "parts")
     assert curve(place, "parts") == curve(place, "whole")
     assert weights(place, "parts") == weights(place, "whole")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole")
 def test_a_run_on_different_layouts_killed_ten_times_is_the_unbroken_one(place: Path):
     words, chance = [*MODEL, "launch.ranks=2", "parallel.zero_stage=2"], random.Random(0)
     train(place, "layouts", *words, recipe="layouts.toml")
@@ -151,7 +162,8 @@ def test_a_boundary_keeps_moments_and_master_weights(place: Path, dtype: str):
 
 def test_the_step_after_a_boundary_is_that_of_a_new_engine_with_the_same_state(place: Path):
     """After a change of rate, batch, length and mixture; to the bit, and as accurate as torch alone."""
-    train(place, "one", "run.stop_at_step=5", "checkpoint.interval=1")
+    for step in (4, 5):
+        train(place, "one", f"run.stop_at_step={step}", "checkpoint.interval=1")
     before, after = (step_folder(place / "runs/one", step) for step in (4, 5))
     text = (place / "run.toml").read_text().replace('folder = "out/shards"', 'mixture = {"out/shards" = 3, other = 1}')
     (place / "fresh.toml").write_text(text.replace("seq_len = 64", "seq_len = 128"))
@@ -164,9 +176,11 @@ def test_the_step_after_a_boundary_is_that_of_a_new_engine_with_the_same_state(p
         assert_as_accurate(tensor, found["float32"][name], found["float64"][name], name)
 
 
+@pytest.mark.usefixtures("whole")
 def test_finished_stages_stay_and_later_ones_may_change(place: Path):
-    train(place, "edited", "run.stop_at_step=6")
+    train_until(place, "edited", 4, 6)
     write_recipe(place, "edited.toml", longest="optim.lr = 2e-3")
+    train(place, "edited", "run.stop_at_step=8", recipe="edited.toml")
     train(place, "edited", recipe="edited.toml")
     assert curve(place, "edited")[:8] == curve(place, "whole")[:8]
     assert curve(place, "edited")[8][3] == 1e-3
@@ -197,11 +211,11 @@ def test_a_change_at_a_resume_is_one_more_stage(place: Path):
 
 def test_a_change_in_the_middle_of_a_stage_stays_one_stage(place: Path):
     """The same command resumes in it, and the recipe's next stage follows."""
-    train(place, "middle", "run.stop_at_step=6")
+    train_until(place, "middle", 4, 6)
     write_recipe(place, "middle.toml", longer="optim.beta1 = 0.8")
     words = ["run.on_config_change=stage"]
-    train(place, "middle", *words, "run.stop_at_step=7", recipe="middle.toml")
-    train(place, "middle", *words, recipe="middle.toml")
+    for step in (7, 8, 10):
+        train(place, "middle", *words, f"run.stop_at_step={step}", recipe="middle.toml")
     stages = Progress.read(step_folder(place / "runs/middle", 10)).stages
     assert [(stage.name, stage.first_step) for stage in stages] == [
         ("start", 0), ("longer", 4), ("from-step-6", 6), ("longest", 8),
@@ -219,10 +233,11 @@ def test_other_shards_in_the_same_folder_are_one_more_stage(place: Path):
     assert [stage.first_step for stage in Progress.read(step_folder(place / "runs/replaced", 4)).stages] == [0, 2]
 
 
+@pytest.mark.usefixtures("whole")
 def test_a_rewind_goes_back_once(place: Path):
     """Without a change it trains the same steps again, on the same schedule."""
     folder = place / "runs/back"
-    train(place, "back", "run.stop_at_step=7")
+    train_until(place, "back", 4, 7)
     error = refused(place, "back", "train.rewind=3")
     assert error == "train.rewind 3: runs/back has no checkpoint after this step; set one of 4, 6, 7"
     assert "rewound/" in train(place, "back", "train.rewind=6", "run.stop_at_step=7")
@@ -232,7 +247,8 @@ def test_a_rewind_goes_back_once(place: Path):
         ("longer", 4, 4, None),
         ("rewound-to-6", 6, 4, 7),
     ]
-    assert "rewound/" in train(place, "back", "train.rewind=4")  # where a stage begins
+    assert "rewound/" in train(place, "back", "train.rewind=4", "run.stop_at_step=8")  # where a stage begins
+    train(place, "back", "train.rewind=4")
     assert curve(place, "back") == curve(place, "whole")
     assert weights(place, "back") == weights(place, "whole")
     assert "reusing" in train(place, "back", "train.rewind=4")

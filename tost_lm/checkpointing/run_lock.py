@@ -27,8 +27,7 @@ STALE_S = 15.0
 def run_lock(run_folder: Path, rank: int) -> Iterator[Callable[[], None]]:
     """Rank 0 makes the run folder, if there is none, and locks it against other launches.
 
-    POSIX locks belong to the process, so forked loader workers do not hold it. File systems with locks per node
-    protect less.
+    File systems with locks per node protect less.
 
     Yields:
         A check to call again and again: on rank 0 it raises TrainingError when the path no longer is the folder of

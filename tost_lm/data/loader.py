@@ -243,8 +243,7 @@ class TrainingBatches:
                     "lower it or add documents"
                 )
         padding = np.full(seq_len, corpora.eot)
-        self._token_shards = [*chain(*shards_of)]
-        self._tokens = Concatenation([*self._token_shards, padding])
+        self._tokens = Concatenation([*chain(*shards_of), padding])
         self._first_tokens = [0, *accumulate(tokens_of)]  # of each corpus, and of the padding after the last
         self.folders = [one.folder for one in corpora.shards]
         """The folder of each corpus."""
@@ -273,11 +272,6 @@ class TrainingBatches:
             self.samples = len(self._held_out_N)
             unit = shard.data_ranks * micro_batch_size
             self._global_batch_size = -(-self.samples // unit) * unit
-
-    def check_sizes(self) -> None:
-        """Raises DataError if a shard is missing or has another size than in its manifest."""
-        for shard in self._token_shards:
-            shard.check_size()
 
     def __getitem__(self, step: int) -> Batch:
         """Raises IndexError for steps before the first of the stage, DataError as `TokenShard`."""

@@ -1,8 +1,11 @@
-"""Reads a shard folder with NumPy. Tokens are checked on first use: mapped into memory, or at a URL read by blocks."""
+"""Reads a shard folder with NumPy. Tokens are checked on first use: of a local file, or at a URL read by blocks."""
 
 import json
 import os
+import resource
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -176,6 +179,44 @@ def _check_size(path: Path, found: int | None, size: int) -> None:
         raise DataError(f"{path}: damaged, {found} bytes instead of {size}; {AGAIN}")
 
 
+class LocalTokens:
+    """The tokens of a shard in a file [tokens]. Slices are copies: reading a map would end the process if the file is
+    truncated."""
+
+    def __init__(self, path: Path, dtype: str, start: int, size: int) -> None:
+        """The tokens begin at byte `start` of the file, which has `size` bytes."""
+        self.path, self._dtype, self._start, self._size = path, np.dtype(dtype), start, size
+
+    def __getitem__(self, wanted: slice) -> "np.ndarray":
+        """Raises DataError if the file is missing, truncated or cannot be read."""
+        place = self._start + wanted.start * self._dtype.itemsize
+        size = (wanted.stop - wanted.start) * self._dtype.itemsize
+        try:
+            file = _opened(self)
+            data = os.pread(file.number, size, place)
+            while len(data) < size:  # truncated, or more than one read returns
+                _check_size(self.path, os.fstat(file.number).st_size, self._size)
+                data += os.pread(file.number, size - len(data), place + len(data))
+        except FileNotFoundError:
+            raise DataError(f"{self.path}: missing; {AGAIN}") from None
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror}; {AGAIN}") from None
+        return np.frombuffer(data, self._dtype)
+
+
+class _OpenFile:
+    """It is closed when no thread uses it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(regular_file(path), os.O_RDONLY)
+        weakref.finalize(self, os.close, self.number)
+
+
+@lru_cache(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # of a corpus of more shards, those used last stay open
+def _opened(tokens: LocalTokens) -> _OpenFile:
+    return _OpenFile(tokens.path)
+
+
 class RemoteTokens:
     """The tokens of a shard at a URL [tokens]. Slices are copies."""
 
@@ -205,10 +246,10 @@ class RemoteTokens:
 
 
 class TokenShard:
-    """The tokens of one shard [tokens], memory-mapped or at a URL. Slices are read-only.
+    """The tokens of one shard [tokens], local or at a URL. Slices are read-only copies. Threads may share it.
 
     A block is checked once, before its first use: against its hash, and its ids against the vocabulary. Later changes
-    of the block are not seen. A forked process does not know what its parent checks afterwards.
+    of the block are not seen.
     """
 
     def __init__(self, folder: Path, entry: dict[str, Any], dtype: str, vocab_size: int) -> None:
@@ -220,13 +261,13 @@ class TokenShard:
         self._start = entry["linked"]["first_token"] * itemsize if "linked" in entry else 0
         self._block_tokens = HASH_BLOCK_BYTES // itemsize
         self._checked = bytearray(-(-self._tokens // self._block_tokens))
-        self.check_size()
+        self._check_size()
         if isinstance(self._path, RemotePath):
             if len(self._hashes) < len(self._checked):
                 raise DataError(f"{self._path}: its tokens have no hashes; link them with shards.hash_tokens=true")
             self._array = RemoteTokens(self._path, dtype, self._start, self._tokens, self._hashes)
-        else:  # a slice of an np.memmap takes 2 µs
-            self._array = np.asarray(np.memmap(regular_file(self._path), dtype, "r", self._start, (self._tokens,)))
+        else:
+            self._array = LocalTokens(self._path, dtype, self._start, self._bytes)
 
     def __len__(self) -> int:
         return self._tokens
@@ -234,18 +275,14 @@ class TokenShard:
     def __getitem__(self, wanted: slice) -> "np.ndarray":
         """Raises DataError if a block of these tokens is damaged; names the file and the byte range."""
         start, stop, _ = wanted.indices(self._tokens)
-        first, end = self._blocks_of(start, stop)
-        if self.is_remote and end - first > 1:
-            fetch_blocks(self.missing(start, stop))
-        while (block := self._checked.find(0, first, end)) >= 0:
-            self._check(block)
+        self._check(start, stop)
         return self._array[start:stop]
 
     def verify(self) -> None:
         """Check all blocks that have a hash. Raises DataError as a slice."""
         hashed, step = len(self._hashes) * self._block_tokens, FETCHED_AT_ONCE * self._block_tokens
         for start in range(0, hashed, step):
-            self[start : min(start + step, hashed)]
+            self._check(start, min(start + step, hashed, self._tokens))
 
     @property
     def is_remote(self) -> bool:
@@ -259,8 +296,7 @@ class TokenShard:
         blocks = map(self._array.block, range(*self._blocks_of(start, stop)))
         return [block for block in blocks if not os.path.exists(block.cached)]
 
-    def check_size(self) -> None:
-        """Raises DataError if a local file is missing or has another size than in the manifest."""
+    def _check_size(self) -> None:
         if not isinstance(self._path, RemotePath):
             _check_size(self._path, _size(self._path), self._bytes)
 
@@ -268,8 +304,16 @@ class TokenShard:
         """The first block of the tokens [start, stop), and the block after the last one."""
         return start // self._block_tokens, -(-stop // self._block_tokens)
 
-    def _check(self, block: int) -> None:
-        self.check_size()  # the kernel ends a process that reads a map after the end of its file
+    def _check(self, start: int, stop: int) -> None:
+        """Check the blocks of the tokens [start, stop) that were not checked before."""
+        first, end = self._blocks_of(start, stop)
+        if self.is_remote and end - first > 1:
+            fetch_blocks(self.missing(start, stop))
+        while (block := self._checked.find(0, first, end)) >= 0:
+            self._check_block(block)
+
+    def _check_block(self, block: int) -> None:
+        self._check_size()
         first = block * self._block_tokens
         stop = min(first + self._block_tokens, self._tokens)
         tokens = self._array[first:stop]
@@ -293,7 +337,7 @@ class TokenShard:
 
 
 class Concatenation:
-    """Concatenated arrays or shards [n]; only `read` copies."""
+    """Concatenated arrays or shards [n], read by segments."""
 
     def __init__(self, arrays: "Sequence[np.ndarray | TokenShard]") -> None:
         self._arrays = arrays

@@ -145,9 +145,9 @@ class ModelConfig(MixerSettings, ModelShape):
         return self.max_positions if self.positions == "learned" or in_mixers else None
 
     def in_use(self) -> dict[str, Any]:
-        """The settings that the model depends on: without the name of a preset and settings of parts that it lacks."""
+        """The settings that the model depends on: without the name of a preset, settings of parts that it lacks, and the size of the weights that it began with."""
         absent = {facts.folder for letter, facts in FACTS.items() if letter not in self.pattern and not facts.plugin}
-        unused = {"preset", "plugins", "plugin_settings"} | absent
+        unused = {"preset", "plugins", "plugin_settings", "init_std"} | absent
         used = self.model_dump(
             mode="json", exclude=unused | ({"max_positions"} if self.position_limit is None else set())
         )

@@ -62,9 +62,6 @@ def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeouts: Timeout
     """
     kind = _device_kind(device)
     prefer_loopback()
-    # Loader workers are forked later. Without these, a page that InfiniBand or EFA writes to may end up in a worker.
-    for variable in ("RDMAV_FORK_SAFE", "FI_EFA_FORK_SAFE"):
-        os.environ.setdefault(variable, "1")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     timeouts = timeouts or Timeouts()

@@ -38,7 +38,6 @@ from tost_lm.parallel.watchdog import watch_ranks
 LARGE_BYTES = {"cpu": 2**24, "cuda": 2**28}  # large enough to measure bandwidth, not latency
 REPETITIONS = 3
 LOOPBACK = "127."
-SHARED_MEMORY = Path("/dev/shm")
 TEST_NET_ADDRESS = "192.0.2.1"  # reserved for documentation, so reached over the default route
 
 
@@ -60,14 +59,12 @@ def check_nodes(
     shards_folders: Iterable[Path],
     runs_folder: Path,
     disk_bytes: int,
-    shared_memory_bytes: int,
 ) -> PreflightResult:
     """Create the process group, check and compare all ranks, measure the links, and destroy the group.
 
     Args:
         settings: must be equal on all ranks.
         runs_folder: must be shared by all nodes, with `disk_bytes` free; need not exist.
-        shared_memory_bytes: that each rank needs of its node's /dev/shm.
 
     Raises:
         ConfigError: the device does not exist, or the ranks cannot communicate.
@@ -90,12 +87,6 @@ def check_nodes(
             problems.append(
                 f"{runs_folder}: {_gb(free_bytes)} free, but checkpoints need {_gb(disk_bytes)}; free "
                 f"{_gb(disk_bytes - free_bytes)} or lower checkpoint.keep_latest_k"
-            )
-        needed = shared_memory_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if SHARED_MEMORY.exists() and (free := shutil.disk_usage(SHARED_MEMORY).free) < needed:
-            problems.append(
-                f"{SHARED_MEMORY}: {_mb(free)} free, but loader workers need {_mb(needed)}; enlarge it (in a container "
-                "with --shm-size), lower data.workers, or set data.workers=0"
             )
         shards = {}
         for folder in shards_folders:
@@ -318,10 +309,6 @@ def _address_of_name(host: str) -> str:
         return socket.gethostbyname(host)
     except OSError:
         return "127.0.0.1"  # as gloo does
-
-
-def _mb(size: float) -> str:
-    return f"{size / 1e6:,.1f} MB"
 
 
 def _gb(size: float) -> str:

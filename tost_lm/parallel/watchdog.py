@@ -221,14 +221,13 @@ def watch_ranks(
         SystemExit: on SIGTERM while no rank is lost, if neither `on_terminate` nor the program handles it.
     """
     watchdog = _Watchdog(heartbeat, limits or Timeouts()) if heartbeat or dist.get_world_size() > 1 else None
-    before, pid = signal.getsignal(signal.SIGTERM), os.getpid()
+    before = signal.getsignal(signal.SIGTERM)
 
     def terminate(*_: object) -> None:
-        is_rank = os.getpid() == pid  # forked workers inherit this handler
-        if is_rank and watchdog and watchdog.main_left.is_set():
+        if watchdog and watchdog.main_left.is_set():
             return
         # torchrun sends SIGTERM 0.1 s after a death, before a rank that waits for a live one has noticed it.
-        if not is_rank or on_terminate is None or (watchdog and watchdog.is_needed()):
+        if on_terminate is None or (watchdog and watchdog.is_needed()):
             sys.exit(128 + signal.SIGTERM)
         on_terminate()
 

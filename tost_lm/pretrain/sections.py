@@ -25,7 +25,7 @@ class TrainingDataConfig(Section):
     skip_steps: list[Annotated[tuple[int, int], Field(strict=False)]] = Field(default_factory=list)
     """Ranges of steps, first and last, whose batches are not trained on: [[101, 120]]. They count as steps, and the learning rates of all others stay."""
     workers: int = Field(default=1, ge=0)
-    """Loader processes of each rank that prefetch batches (0: none). The batches do not depend on it."""
+    """Threads of each rank that read batches ahead (0: none). The batches do not depend on it."""
 
     @model_validator(mode="after")
     def _folder_or_mixture(self) -> "TrainingDataConfig":

@@ -79,12 +79,8 @@ def test_a_disk_that_is_too_small_for_the_run_is_detected(run: Path):
         require(run, exabyte, step=8, keep_latest_k=4)
 
 
-def hold(folder: Path, pipe: Connection, forks: bool) -> None:
+def hold(folder: Path, pipe: Connection) -> None:
     with run_lock(folder, 0):
-        if forks:  # as loader workers are
-            child = multiprocessing.get_context("fork").Process(target=signal.pause)
-            child.start()
-            pipe.send(child.pid)
         pipe.send("held")
         signal.pause()
 
@@ -95,22 +91,19 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def holder(run_folder: Path) -> Iterator[tuple[BaseProcess, int]]:
+def holder(run_folder: Path) -> Iterator[BaseProcess]:
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=hold, args=(run_folder, theirs, True))
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(run_folder, theirs))
     process.start()
-    child = ours.recv()
     assert ours.recv() == "held"
-    yield process, child
+    yield process
     process.kill()
     process.join()
-    os.kill(child, signal.SIGKILL)
 
 
-def test_a_second_launch_is_refused_naming_host_and_pid(run_folder: Path, holder):
-    process, _ = holder
+def test_a_second_launch_is_refused_naming_host_and_pid(run_folder: Path, holder: BaseProcess):
     for _ in range(5):
-        line = rf"runs/mine: another launch is using it \(host {socket.gethostname()}, pid {process.pid}\)"
+        line = rf"runs/mine: another launch is using it \(host {socket.gethostname()}, pid {holder.pid}\)"
         with pytest.raises(ConfigError, match=line), run_lock(run_folder, 0):
             pass
     with run_lock(run_folder, 1), run_lock(run_folder.with_name("other"), 0):
@@ -127,11 +120,9 @@ def test_a_lock_that_is_a_link_is_not_followed(run_folder: Path, tmp_path: Path)
     assert (tmp_path / "notes").read_text() == "kept"
 
 
-def test_a_killed_launch_leaves_no_obstacle_though_its_workers_live(run_folder: Path, holder):
-    process, child = holder
-    process.kill()
-    process.join()
-    os.kill(child, 0)
+def test_a_killed_launch_leaves_no_obstacle(run_folder: Path, holder: BaseProcess):
+    holder.kill()
+    holder.join()
     for _ in range(2):
         with run_lock(run_folder, 0):
             assert re.search(rf"pid {os.getpid()}$", (run_folder.parent / ".mine.lock").read_text())

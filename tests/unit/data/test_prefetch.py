@@ -1,24 +1,20 @@
-"""Prefetching gives the same batches with any workers and restarts; no worker outlives its training."""
+"""Prefetching gives the same batches with any threads and restarts; no thread outlives its training."""
 
-import multiprocessing
-import os
-import re
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hand_made import hand_made
 
-from tost_lm.data import prefetch
-from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
-from tost_lm.data.prefetch import prefetched
+from tost_lm.data.loader import Batch, BatchShard, Corpora, TrainingBatches
+from tost_lm.data.prefetch import READ_AHEAD, prefetched
 from tost_lm.data.stages import Packing
 from tost_lm.errors import DataError
 
@@ -41,7 +37,6 @@ def read(batches: TrainingBatches, steps: range, workers: int) -> list[tuple[int
 
 
 @pytest.mark.quick
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 @pytest.mark.parametrize("packing", ["concatenated", "best-fit"])
 def test_batches_do_not_depend_on_workers_and_restarts(tmp_path: Path, packing: Packing):
     batches = batches_of(tmp_path, packing)
@@ -53,57 +48,58 @@ def test_batches_do_not_depend_on_workers_and_restarts(tmp_path: Path, packing: 
     assert all(expected[step][1] != expected[step + 1][1] for step in range(5))
 
 
-def test_a_worker_that_dies_while_it_sends_a_batch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    class Cut:
-        """An iterator whose worker is gone in the middle of a message."""
+class ReadBy:
+    """Batches of which a test sees or changes the reads."""
 
-        def __init__(self) -> None:
-            worker = multiprocessing.get_context("fork").Process(target=os._exit, args=(1,))
-            worker.start()
-            self._workers = [worker]
+    def __init__(self, batches: TrainingBatches, before: Callable[[int], object]) -> None:
+        self._batches, self._before = batches, before
 
-        def __next__(self) -> None:
-            raise ConnectionResetError(104, "Connection reset by peer")
-
-        def _shutdown_workers(self) -> None: ...
-
-    monkeypatch.setattr(prefetch, "_start_iterator", lambda loader: Cut())
-    with pytest.raises(DataError, match=r"data\.workers: DataLoader worker \(pid \d+\) exited unexpectedly, on "):
-        read(batches_of(tmp_path), range(3), 1)
+    def __getitem__(self, step: int) -> Batch:
+        self._before(step)
+        return self._batches[step]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_pinning_thread_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """torch's own thread, which dies where it chooses its device, because there is none."""
-    if torch.accelerator.is_available():
-        pytest.skip("for CPUs")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    expected = rf"data\.workers: Pin memory thread exited unexpectedly, on {socket.gethostname()}; run the same command"
-    with (
-        pytest.raises(DataError, match=expected),
-        prefetched(batches_of(tmp_path), range(3), 1, torch.device("cuda")) as steps,
-    ):
+def batches_with(folder: Path, before: Callable[[int], object]) -> Any:
+    """`before` is called with the step before each read."""
+    return ReadBy(batches_of(folder), before)
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("reader")]
+
+
+def test_a_bounded_number_of_batches_is_read_ahead(tmp_path: Path):
+    read_steps: list[int] = []
+    with prefetched(batches_with(tmp_path, read_steps.append), range(10**6), 2, CPU) as steps:
         next(steps)
-    assert workers() == []
+        deadline = time.monotonic() + 60
+        while len(read_steps) < 1 + 2 * READ_AHEAD:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(0.1)
+        assert sorted(read_steps) == [*range(1 + 2 * READ_AHEAD)]
 
 
-def test_prefetching_does_not_change_the_random_state(tmp_path: Path):
-    before = torch.get_rng_state()
-    read(batches_of(tmp_path), range(3), 1)
-    assert torch.equal(torch.get_rng_state(), before)
+@pytest.mark.parametrize("error", [DataError("a shard: damaged"), TimeoutError(110, "timed out"), SystemExit(3)])
+def test_an_error_of_a_thread_is_raised_at_its_step(tmp_path: Path, error: BaseException):
+    def fail(step: int) -> None:
+        if step == 4:
+            raise error
 
-
-def workers() -> list[int]:
-    return [process.pid for process in multiprocessing.active_children() if process.pid]
+    reached: list[int] = []
+    with pytest.raises(type(error)) as raised, prefetched(batches_with(tmp_path, fail), range(9), 2, CPU) as steps:
+        reached.extend(step for step, _ in steps)
+    assert raised.value is error
+    assert reached == [0, 1, 2, 3]
+    assert not readers()
 
 
 @pytest.mark.parametrize("error", [None, KeyError("a defect of training"), RuntimeError("shapes do not fit")])
-def test_workers_end_with_training_and_its_errors_pass_through(tmp_path: Path, error: Exception | None):
+def test_threads_end_with_training_and_its_errors_pass_through(tmp_path: Path, error: Exception | None):
     def train() -> None:
         with prefetched(batches_of(tmp_path), range(1000), 2, CPU) as steps:
             next(steps)
-            assert len(workers()) == 2
+            assert len(readers()) == 2
             if error:
                 raise error
 
@@ -113,117 +109,33 @@ def test_workers_end_with_training_and_its_errors_pass_through(tmp_path: Path, e
         assert raised.value is error
     else:
         train()
-    assert workers() == []
-
-
-def test_a_killed_worker_ends_training_in_one_line_that_names_it(tmp_path: Path):
-    killed: list[int] = []
-    finished_steps: list[int] = []
-
-    def train() -> None:
-        with prefetched(batches_of(tmp_path), range(10**6), 2, CPU) as steps:
-            next(steps)
-            killed.append(workers()[0])
-            os.kill(killed[0], signal.SIGKILL)
-            for _ in range(2000):
-                time.sleep(0.01)  # a step that reads no batch
-            finished_steps.append(1)
-
-    with pytest.raises(DataError) as report:
-        train()
-    [pid] = killed
-    assert not finished_steps
-    assert workers() == []
-    assert report.value.printed_here
-    assert str(report.value) == (
-        f"data.workers: DataLoader worker (pid {pid}) is killed by signal: Killed, on {socket.gethostname()}; run the "
-        "same command to resume from the newest checkpoint, with data.workers=0 to use no workers"
-    )
-
-
-def send_from_elsewhere(signum: int, pid: int) -> None:
-    subprocess.run([sys.executable, "-c", f"import os; os.kill({pid}, {int(signum)})"], check=True)
-
-
-def test_workers_ignore_signals_to_the_process_group(tmp_path: Path):
-    with prefetched(batches_of(tmp_path), range(30), 1, CPU) as steps:
-        first = next(steps)
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            send_from_elsewhere(signum, workers()[0])
-        time.sleep(0.2)
-        assert len([first, *steps]) == 30
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
-
-
-def test_a_worker_ends_when_its_rank_terminates_it(tmp_path: Path):
-    with prefetched(batches_of(tmp_path), range(10**6), 1, CPU) as steps:
-        next(steps)
-        (worker,) = multiprocessing.active_children()
-        worker.terminate()  # as Python does when it exits; then it waits forever
-        worker.join(2)
-        assert worker.exitcode == 0
-
-
-def test_the_first_ctrl_c_is_deferred(tmp_path: Path):
-    done = []
-
-    def interrupted(times: int) -> None:
-        with prefetch._signals_deferred():
-            for _ in range(times):
-                os.kill(os.getpid(), signal.SIGINT)
-                done.append(times)
-
-    for times, reached in ((1, [1]), (2, [1, 2])):
-        with pytest.raises(KeyboardInterrupt):
-            interrupted(times)
-        assert done == reached
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not readers()
 
 
 PROGRAM = """
-import multiprocessing, sys, time
+import sys, time
 from pathlib import Path
-from typing import Any
 sys.path.insert(0, {tests!r})
-from test_prefetch import batches_of, prefetched, CPU
-with prefetched(batches_of(Path({folder!r})), range(10**6), 2, CPU) as steps:
-    next(steps)
-    print(*[process.pid for process in multiprocessing.active_children()], flush=True)
-    {then}
+from test_prefetch import batches_with, prefetched, CPU
+def hang(step):
+    if step == 3:
+        print("hangs", flush=True)
+        time.sleep(1e6)
+with prefetched(batches_with(Path({folder!r}), hang), range(10**6), 2, CPU) as steps:
+    [None for _ in steps]
 """
 
 
-def start(folder: Path, then: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """A process with two workers, in its own process group."""
-    program = PROGRAM.format(tests=str(Path(__file__).parent), folder=str(folder), then=then)
+def test_ctrl_c_ends_a_process_whose_read_hangs(tmp_path: Path):
+    program = PROGRAM.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     assert process.stdout is not None
-    pids = [int(word) for word in process.stdout.readline().split()]
-    assert len(pids) == 2, process.communicate()
-    return process, pids
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 60
-    while any(p.pid in pids and p.info["status"] != psutil.STATUS_ZOMBIE for p in psutil.process_iter(["status"])):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers check for their parent every 5 s")
-def test_workers_end_when_their_rank_is_killed(tmp_path: Path):
-    process, pids = start(tmp_path, "time.sleep(60)")
-    process.kill()
-    wait_until_gone(pids)
-    process.communicate()
-
-
-def test_only_the_rank_reports_ctrl_c(tmp_path: Path):
-    process, pids = start(tmp_path, "[None for _ in steps]")
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
-    wait_until_gone(pids)
-    assert re.findall(r"^\w*(?:Error|Interrupt)\b.*", errors, re.MULTILINE) == ["KeyboardInterrupt"], errors
+    assert process.stdout.readline() == "hangs\n", process.communicate()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert errors.count("Traceback") == 1
+    assert errors.endswith("KeyboardInterrupt\n")

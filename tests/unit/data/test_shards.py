@@ -1,15 +1,20 @@
 """Shards contain the corpus exactly, Megatron reads the same tokens, and damaged or foreign files are refused."""
 
 import json
+import os
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import xxhash
 from builds import TEXTS, Built, prep_config
+from hand_made import hand_made
 
 from tost_lm.data import shard_format, shards
 from tost_lm.data.shard_format import SPLITS, dtype_for, index_bytes, index_size
@@ -161,6 +166,28 @@ def test_every_reader_checks_a_block_before_its_first_use(built, tmp_path, monke
     path.write_bytes(data[:-1])
     with pytest.raises(DataError, match=rf"train_00000\.bin: damaged, {len(data) - 1} bytes instead of {len(data)}"):
         _ = other[600:700]
+
+
+def test_a_file_that_is_truncated_or_removed_after_its_check_is_refused(tmp_path: Path):
+    tokens, path = hand_made(tmp_path, [200]).token_arrays("train")[0], tmp_path / "train_00000.bin"
+    before = tokens[:].tolist()
+    os.truncate(path, 400)
+    assert tokens[:100].tolist() == before[:100]
+    with pytest.raises(DataError, match=rf"^{path}: damaged, 400 bytes instead of 800; rebuild"):
+        _ = tokens[90:110]
+    path.unlink()
+    shards._opened.cache_clear()
+    with pytest.raises(DataError, match=rf"^{path}: missing; rebuild"):
+        _ = tokens[:100]
+
+
+def test_threads_read_more_shards_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shards, "_opened", lru_cache(1)(shards._opened.__wrapped__))
+    arrays = hand_made(tmp_path, [100] * 20, shard_tokens=100).token_arrays("train")
+    with ThreadPoolExecutor(8) as pool:
+        for number, found in enumerate(pool.map(lambda number: arrays[number % 20][10:60].tolist(), range(4000))):
+            assert found == [*range(100 * (number % 20) + 11, 100 * (number % 20) + 61)]
+    assert len([file for file in psutil.Process().open_files() if file.path.startswith(str(tmp_path))]) == 1
 
 
 @pytest.mark.parametrize("name", ["train_00000.bin", "valid_00000.idx"])

@@ -58,6 +58,7 @@ def test_invalid_arguments_are_refused(make_export, arguments: str, problem: str
         HarnessModel.create_from_arg_string(arguments.format(make_export()))
 
 
+@pytest.mark.quick
 def test_texts_are_ours(make_export: Callable[..., Path], tokenizer: Tokenizer):
     """Contexts of several lengths in one batch; a long one loses its beginning."""
     folder, tokens = make_export(), 9

@@ -97,7 +97,8 @@ def test_a_block_is_one_graph_with_the_same_gradients(pattern: str, settings: di
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("rows", [pytest.param("unpacked", marks=pytest.mark.slow), "packed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ROWS)
 def test_states_in_and_out_have_the_same_gradients(rows: str):
     expected = loss_and_gradients(drawn_model("TDA"), ROWS[rows], with_states=True)
     found = loss_and_gradients(compile_blocks(drawn_model("TDA")), ROWS[rows], with_states=True)
@@ -264,6 +265,7 @@ def test_without_a_compiler_one_line_says_what_to_do(monkeypatch: pytest.MonkeyP
         compile_blocks(drawn_model("T"))
 
 
+@pytest.mark.slow
 def test_addresses_of_parameters_are_checked_in_each_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Blocks share code, but in DeepSpeed's buffers some of their parameters are at no multiple of 16 bytes. Inductor
     checks addresses on GPUs only, so here it takes the CPU for one."""

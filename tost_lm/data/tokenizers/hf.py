@@ -51,7 +51,7 @@ class HfTokenizer(Tokenizer):
             self.eot_token, self.tokenizer_json = str(content["eot_token"]), str(content["tokenizer"])
         except (ValueError, TypeError, KeyError):
             raise DataError("not a file that tost prepare shards wrote, or damaged; copy it again") from None
-        # All calls have one text. Idle threads of the library would only disturb the fork of loader workers.
+        # All calls have one text, so the library's threads would be idle.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._pipeline = _parse(self.tokenizer_json)
         if (eot := self._pipeline.token_to_id(self.eot_token)) is None:

@@ -4,8 +4,8 @@
     torchrun --nnodes N … -m tost_lm.pretrain.commands.preflight CONFIG      (several nodes)
 
 It takes the arguments of `tost train`, equal on every node. It compares versions, settings and shards, checks disk
-space, /dev/shm and the shared runs/ folder, and measures the bandwidth between ranks. It prints a row for each node,
-then `ok` or a line for each problem. It takes seconds and leaves no files.
+space and the shared runs/ folder, and measures the bandwidth between ranks. It prints a row for each node, then `ok` or
+a line for each problem. It takes seconds and leaves no files.
 """
 
 import os
@@ -26,7 +26,6 @@ def main(path: Path, config: PretrainConfig) -> None:
     stages = [stage.config for stage in config.in_stages()]
     ranks = ranks_of_launch(max(stage.parallel.model_ranks for stage in stages), config.launch, config.run.device)
     start_ranks("preflight", ranks)
-    from tost_lm.data.prefetch import shared_memory_bytes
     from tost_lm.parallel.agreement import error_of_all_ranks
     from tost_lm.parallel.preflight import check_nodes
 
@@ -36,9 +35,6 @@ def main(path: Path, config: PretrainConfig) -> None:
         shards_folders=list(dict.fromkeys(folder for stage in stages for folder in stage.data.folders)),
         runs_folder=config.run_folder.parent,
         disk_bytes=disk_bytes(config),
-        shared_memory_bytes=shared_memory_bytes(
-            max(stage.batch_tokens * stage.parallel.tensor for stage in stages) // ranks, config.data.workers
-        ),
     )
     if os.environ.get("RANK", "0") == "0":
         warnings = [f"warning: {line}" for line in result.warnings]

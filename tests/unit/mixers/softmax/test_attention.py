@@ -60,6 +60,7 @@ print(torch.backends.cuda.cudnn_sdp_enabled(), "torch._dynamo" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_model_runs_no_cudnn_attention_and_imports_no_compiler():
     """The compiler takes as long to import as all else that a model needs."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)

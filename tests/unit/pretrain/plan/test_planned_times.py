@@ -16,7 +16,6 @@ from tost_lm.config import load_config
 from tost_lm.mixers.softmax.facts import SOFTMAX
 from tost_lm.model import TostLM
 from tost_lm.optim.adamw import OPTIMIZER as ADAMW
-from tost_lm.pretrain.commands.plan import time_rows
 from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan.activations import load_of
 from tost_lm.pretrain.plan.memory import parameters_per_rank
@@ -155,14 +154,3 @@ def test_launches(case: str):
     # From 31 to 42 µs per launch: the host takes longer for Triton kernels, and varies between equal steps.
     host = (step["launches"] + step["copies"]) * config.cluster.launch_us * 1e-6
     assert host == pytest.approx(step["seconds"], rel=0.2)
-
-
-def test_the_plans_of_recipes_in_the_documentation():
-    text = (CHECKOUT / "docs/cluster.md").read_text()
-    rows = re.findall(r"^\| `tost plan (\S+) (\S+)` \| (.+) \| (.+) \|$", text, re.MULTILINE)
-    assert len(rows) == 3
-    for recipe, words, step, mfu in rows:
-        config = load_config(PlanConfig, CHECKOUT / f"configs/pretrain/{recipe}.toml", words.split())
-        values = {name: (value, details) for name, value, details in time_rows(config)}
-        assert values["time per step"][0] == step
-        assert values["tokens/s"][1].endswith(f"MFU {mfu}")

@@ -17,8 +17,7 @@ B, T = 6, 12
 
 
 @pytest.mark.parametrize(("checkpointing", "every"), [("none", 1), ("mixers", 2), ("full", 1), ("full", 2)])
-@pytest.mark.parametrize("in_tiles", [False, True])
-@pytest.mark.parametrize("layer_scale", [1.0, 0.0])
+@pytest.mark.parametrize(("layer_scale", "in_tiles"), [(1.0, False), (0.0, True)])
 @pytest.mark.parametrize(
     ("seq_len", "tile_tokens", "model"),
     [

@@ -1,0 +1,177 @@
+"""Write the generated parts of the pages: commands, and what results/ has stored.
+
+    python docs/render.py
+
+A generated part stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`; NAME is a function of `PARTS`. A test
+compares the pages with what this program would write. The results come from these commands:
+
+- results/benchmarks: `python -m benchmarks.NAME`, one file for each device.
+- results/comparison: `python -m experiments.comparison`, one file for each run.
+- results/tests.json: `pytest --record`, the last run of each test file.
+"""
+
+import ast
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_settings import PARTS as GPU_PARTS
+from experiments.comparison.__main__ import stored
+from experiments.comparison.tables import recall_table, tables
+from tost_lm.cli.main import COMMANDS, purpose, source_of
+from tost_lm.markdown import table
+
+CHECKOUT = Path(__file__).parents[1]
+RESULTS = CHECKOUT / "results"
+TESTS = CHECKOUT / "tests"
+STATUS = Path(__file__).with_name("status.toml")
+PART = re.compile(r"(?s)(<!-- begin: (\S+) -->\n)(.*?)(<!-- end: \2 -->\n)")
+
+
+def pages() -> dict[Path, str]:
+    """The text of each page that has generated parts."""
+    found = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
+    texts = {path: path.read_text() for path in found if "<!-- begin: " in path.read_text()}
+    return {path: PART.sub(_written, text) for path, text in texts.items()}
+
+
+def _written(part: re.Match[str]) -> str:
+    begin, name, old, end = part.groups()
+    return f"{begin}\n{PARTS[name](old).strip()}\n\n{end}"
+
+
+def commands(_: str) -> str:
+    """Every program with its usage and the summary in its docstring."""
+    groups: dict[str, Iterable[Path]] = {title: map(source_of, names) for title, names in COMMANDS.items()}
+    groups["Experiments"] = sorted((CHECKOUT / "experiments").rglob("*.py"))
+    groups["Benchmarks"] = sorted((CHECKOUT / "benchmarks").glob("*.py"))
+    return "\n\n".join(
+        "\n".join([f"## {title}\n", "| command | purpose |", "|---|---|", *_programs(sources)])
+        for title, sources in groups.items()
+    )
+
+
+def _programs(sources: Iterable[Path]) -> Iterator[str]:
+    for source in sources:
+        for call in ast.walk(ast.parse(source.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "run_program":
+                given = {keyword.arg: keyword.value for keyword in call.keywords}
+                name, positional = (ast.literal_eval(given[key]) for key in ("name", "positional"))
+                command = name if name.startswith("tost ") else f"python -m {name}"
+                prompt = " [PROMPT]" if "prompt" in given else ""
+                yield f"| `{command} {positional}{prompt}` | {purpose(source)} |"
+
+
+def benchmark(name: str) -> Callable[[str], str]:
+    """The table of a benchmark on the device that measured it last, with its command, device and date."""
+
+    def part(_: str) -> str:
+        record, text = _newest(name)
+        body = text.split("\n\n", 2)[2].strip()
+        about = record["machine"]
+        at = f" at commit {about['commit'][:7]}" if about.get("commit") else ""
+        return f"{body}\n\n`python -m benchmarks.{name}`, {about['device']}, {about['time'][:10]}{at}."
+
+    return part
+
+
+def _newest(name: str) -> tuple[dict[str, Any], str]:
+    files = list((RESULTS / "benchmarks").glob(f"{name}_*.json"))
+    path = max(files, key=lambda path: json.loads(path.read_text())["machine"]["time"])
+    return json.loads(path.read_text()), path.with_suffix(".md").read_text()
+
+
+def gpu(_: str) -> str:
+    """What `python -m benchmarks.gpu` has shown of each part: on which GPU, and when."""
+    rows = []
+    found = [(record["machine"]["device"], cell) for record in _gpu_records() for cell in record["cells"]]
+    for name, part in GPU_PARTS.items():
+        # Cells without a time are those of earlier forms of the program, which the page describes in words.
+        shown = [(device, cell) for device, cell in found if cell["part"] == name and "time" in cell]
+        for device, cell in shown:
+            result = cell.get("failed") or "; ".join(filter(None, [cell["value"], cell["beside"]]))
+            rows.append((name, cell.get("case", ""), f"{device}, {cell['time'][:10]}", result))
+        if not shown:
+            rows.append((name, part.shows, "no GPU", ""))
+    return table(("part", "case", "shown by", "result"), rows)
+
+
+def _gpu_records() -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((RESULTS / "benchmarks").glob("gpu_nvidia-*.json"))]
+
+
+def comparison(_: str) -> str:
+    return tables(stored("text"))
+
+
+def recall(_: str) -> str:
+    return recall_table(stored("recall"))
+
+
+def guarantees(old: str) -> str:
+    """The same rows with the last run of the tests that each names."""
+    homes = {path.name: path for path in TESTS.rglob("test_*.py")}
+    lines = ["| guarantee | test | last run |", "|---|---|---|"]
+    for line in [line for line in old.splitlines() if line.startswith("| ")][1:]:
+        guarantee, named = (cell.strip() for cell in line.strip("| ").split(" | ")[:2])
+        names = re.findall(r"`([^`]+)`", named)
+        files = [homes[Path(name).name] if name.endswith(".py") else CHECKOUT / name for name in names]
+        lines.append(f"| {guarantee} | {named} | {_last_run(files)} |")
+    return "\n".join(lines)
+
+
+def status(_: str) -> str:
+    """Where each feature was shown, by docs/status.toml: names of tests, or parts of benchmarks.gpu."""
+    columns, features = (tomllib.loads(STATUS.read_text())[key] for key in ("columns", "features"))
+    rows = []
+    for name, shown in features.items():
+        rows.append((name, *(_shown(shown[column]) if column in shown else "" for column in columns)))
+    return table(("feature", *columns.values()), rows)
+
+
+def _shown(names: list[str]) -> str:
+    if not names:
+        return "not shown"
+    files = [TESTS / name for name in names if name.endswith(".py")]
+    shown = [f"{device}, {time[:10]}" for device, part, time in _gpu_parts() if part in names]
+    return shown[0] if shown else _last_run(files) if files else "not shown"
+
+
+def _gpu_parts() -> list[tuple[str, str, str]]:
+    """Device, part and time of what a GPU has shown, also by earlier forms of the program."""
+    return [
+        (record["machine"]["device"], cell["part"], cell.get("time", record["machine"]["time"]))
+        for record in _gpu_records()
+        for cell in record["cells"]
+        if "failed" not in cell
+    ]
+
+
+def _last_run(files: list[Path]) -> str:
+    """The earliest of the last runs, and the files without one."""
+    every = [test for path in files for test in ([path] if path.is_file() else sorted(path.rglob("test_*.py")))]
+    found = {test: tests().get(test.relative_to(CHECKOUT).as_posix(), {"passed": 0}) for test in every}
+    dates = [one["date"] for one in found.values() if one["passed"]]
+    without = [f"`{test.name}`" for test, one in found.items() if not one["passed"]]
+    missing = f"without {', '.join(without) if len(without) < 4 else f'{len(without)} files'}" if without else ""
+    return ", ".join(filter(None, [min(dates), missing])) if dates else "not run"
+
+
+def tests() -> dict[str, Any]:
+    """By test file: passed and skipped tests, date, commit and device of its last recorded run."""
+    path = RESULTS / "tests.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+PARTS: dict[str, Callable[[str], str]] = {
+    "commands": commands, "gpu": gpu, "guarantees": guarantees, "status": status, "comparison": comparison,
+    "recall": recall, "long": benchmark("long"), "storage": benchmark("storage"),
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text)
