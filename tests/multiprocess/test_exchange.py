@@ -11,9 +11,9 @@ from forked import CHECKOUT
 from torch import Tensor
 from toy_mixer import rank_shard
 
-from tost_lm.mixers.facts import RecurrentFacts
 from tost_lm.mixers.plugins import run_plugin
-from tost_lm.mixers.registry import FACTS
+from tost_lm.mixers.registry import SPECS
+from tost_lm.mixers.spec import RecurrentSpec
 from tost_lm.model import ModelConfig
 from tost_lm.ops import affine
 from tost_lm.ops.layout import LocalDocuments, SequenceSplit
@@ -25,7 +25,7 @@ from tost_lm.testing.conformance.adapter import State, Subject
 LENGTHS = (1, 2, 9, 1, 1, 5, 2)
 """Tokens of the first ranks; the last one has the rest of T."""
 T = 40
-EXCHANGING = [*(letter for letter, facts in FACTS.items() if isinstance(facts, RecurrentFacts)), "H"]
+EXCHANGING = [*(letter for letter, spec in SPECS.items() if isinstance(spec, RecurrentSpec)), "H"]
 """Mixers whose ranks exchange statistics; those of softmax gather keys. H: HGRN2, a plugin."""
 OFFSETS = (0, 2, 13, 14, 37, 40)  # across cuts, from cut to cut, within a shard
 SETTINGS = {

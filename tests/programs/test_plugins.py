@@ -58,14 +58,14 @@ def test_a_run_resumes_in_tiles_and_on_tensor_sequence_and_data_ranks(folder: Pa
     assert "\n- gated-ema\n" in (step / "README.md").read_text()
 
 
-def test_counted_launches_and_bytes_are_those_of_the_facts(folder: Path):
+def test_counted_launches_and_bytes_are_those_in_the_spec(folder: Path):
     words = ["run.toml", *BOTH, "model.layers=3", "model.width=64", "model.heads=4", "train.seq_len=256"]
     words.append("model.max_positions=256")
     said = run("tost plugin", *words, cwd=folder)
     cells = [line.split("|") for line in said.splitlines() if line.startswith(("| gated EMA", "| HGRN2"))]
     numbers = [[float(cell.replace(",", "")) for cell in row[3:5]] for row in cells]
-    (ema, ema_facts), (ema_bytes, ema_stated), (hgrn2, hgrn2_facts), (hgrn2_bytes, hgrn2_stated) = numbers
-    assert (ema, hgrn2) == (ema_facts, hgrn2_facts)
+    (ema, ema_spec), (ema_bytes, ema_stated), (hgrn2, hgrn2_spec), (hgrn2_bytes, hgrn2_stated) = numbers
+    assert (ema, hgrn2) == (ema_spec, hgrn2_spec)
     assert (ema_bytes, hgrn2_bytes) == pytest.approx((ema_stated, hgrn2_stated), rel=0.1)
     assert refusal("tost plugin", "run.toml", "model.pattern=T", cwd=folder) == (
         "model.pattern: no plugin is in T; name one in model.plugins"

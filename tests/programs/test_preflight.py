@@ -2,17 +2,20 @@
 
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from forked import Forked, as_rank, free_port
+from forked import CHECKOUT, ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port, module_of
 from programs import refusal, run, snapshot
 
 from tost_lm.data.shard_format import read_manifest
 from tost_lm.errors import ConfigError
 from tost_lm.files import manifest_bytes
 from tost_lm.parallel.preflight import network_in_use, slow_links
+from tost_lm.version import code_sha256
 
 HOST = socket.gethostname()
 IPV4 = [
@@ -53,6 +56,34 @@ def test_training_with_different_settings_on_one_node_is_refused_on_both(workpla
         assert code
         assert rate.startswith(f"error: optim.lr differs between ranks: 0.02 on rank 1 ({HOST}), 0.01 on rank 0; ")
         assert log_every.startswith(f"error: run.log_every differs between ranks: 3 on rank 1 ({HOST}), 1 on rank 0; ")
+    assert not (workplace / "runs").exists()
+
+
+@pytest.mark.slow
+def test_nodes_with_different_code_are_refused(workplace: Path, tmp_path_factory):
+    """The package of the second node differs in one line."""
+    package = tmp_path_factory.mktemp("other") / "tost_lm"
+    shutil.copytree(CHECKOUT / "tost_lm", package, ignore=shutil.ignore_patterns("recipes"))
+    (package / "recipes").symlink_to(CHECKOUT / "configs")
+    with (package / "ops/cross_entropy.py").open("a") as file:
+        file.write("# another line\n")
+    port = free_port()
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", *module_of("tost preflight", ["run.toml"])],
+            cwd=workplace,
+            env={**ENVIRONMENT, "PYTHONPATH": str(path), **as_rank(number, 2, port, ranks_per_node=1)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, path in enumerate((CHECKOUT, package.parent))
+    ]
+    for node in nodes:
+        errors = node.communicate(timeout=LIMIT_S)[1]
+        assert node.returncode == 2
+        (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert line.startswith("error: the code of tost_lm differs between ranks: ")
+        assert f" on rank 1 ({HOST}), {code_sha256()[:16]} on rank 0; " in line
     assert not (workplace / "runs").exists()
 
 
