@@ -1,9 +1,9 @@
 """The time of a pre-training step on a cluster, from the settings alone.
 
 Times are sums, because no overlap is assumed. The fractions of published hardware figures that a run reaches are
-settings (`cluster.achieved_flops`, `cluster.achieved_memory_bandwidth`, `cluster.achieved_bandwidth`). `benchmarks.gpu`
-measures the first two; otherwise they are assumed. The constants below are from one GPU, an NVIDIA H200, whose cells
-are in `results/benchmarks/gpu_nvidia-h200.json`. Bytes and launches are counted.
+settings (`cluster.achieved_flops`, `cluster.achieved_memory_bandwidth`, `cluster.achieved_bandwidth`). The constants
+below are from one GPU, an NVIDIA H200, whose cells are in `results/benchmarks/gpu_nvidia-h200.json`. Bytes and launches
+are counted.
 """
 
 import math
