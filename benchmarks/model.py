@@ -1,17 +1,16 @@
-"""Time and memory of whole models by context length: ToST and GPT-2.
+"""Time and memory of whole models by context length: TSSA, the delta hybrid of the recipes, and softmax attention.
 
     python -m benchmarks.model
     python -m benchmarks.model "bench.lengths=[1024, 8192]" shape.width=256 shape.layers=4
 
 Two tasks from 1k to 1M tokens, as far as memory and bench.cell_seconds allow: a training step (forward and backward of
 one sequence), and decoding one token after a context. The cost of decoding after the longest context is also measured
-in turns with that after the shortest. The models have equal layers, heads, width and embeddings, and sinusoidal
-positions; they differ in their mixers, and ToST has LayerScale. With the defaults, a small model, it takes about
-10 minutes on 2 CPU cores. Output: one table, and all values in results/benchmarks/.
+in turns with that after the shortest. The models have equal layers, heads, width and embeddings, without position
+embeddings. With the defaults, a small model, it takes about 10 minutes on 2 CPU cores. Output: one table, and all
+values in results/benchmarks/.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import measure
 from benchmarks.measure import call_seconds, interleaved_seconds, peak_extra_bytes
@@ -28,15 +26,14 @@ from tost_lm.inference.generation import state_bytes
 from tost_lm.mixers.softmax.cache import KeyValueState
 from tost_lm.mixers.tssa.statistics import TssaState
 from tost_lm.model import LMState, ModelConfig, TostLM
+from tost_lm.model.config import PRESETS
 from tost_lm.model.streaming import TILE_TOKENS, prefill
 
-COMMON = {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}}
 RIVALS: dict[str, dict[str, Any]] = {
-    "ToST": {"pattern": "T"},
-    "GPT-2, flash attention": {"pattern": "A", "softmax": {"rope_theta": 0.0}, "layer_scale": 0.0},
-    "GPT-2, plain attention": {"pattern": "A", "softmax": {"rope_theta": 0.0}, "layer_scale": 0.0},
+    "TSSA": {"pattern": "T", "positions": "none", "tssa": {"denom_bias": "head"}},
+    "delta hybrid": {**PRESETS["delta-350m"], "softmax": {"qk_norm": "all-heads"}},
+    "softmax attention": {"pattern": "A", "positions": "none", "layer_scale": 0.0},
 }
-ATTENTION = {"GPT-2, flash attention": "FLASH_ATTENTION", "GPT-2, plain attention": "MATH"}  # torch's names
 TRAINING, DECODING = "training step", "decoding a token"
 COST_OF_LENGTH = "decoding, longest ÷ shortest"
 
@@ -44,26 +41,25 @@ COST_OF_LENGTH = "decoding, longest ÷ shortest"
 class ModelBenchmarkConfig(Section):
     """Settings of `benchmarks.model`."""
 
-    shape: measure.ModelShape = measure.ModelShape(layers=2, heads=4, width=64, vocab_size=256)
+    shape: measure.ModelShape = measure.ModelShape(layers=4, heads=2, width=64, vocab_size=256)
     """A small vocabulary, so that the head, which is equal in all models, does not hide the mixers."""
     bench: measure.BenchConfig = Field(default_factory=measure.BenchConfig)
 
 
 def run(config: ModelBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
     bench, shape = config.bench, config.shape
-    settings = {name: {**COMMON, **model, **shape.model_dump()} for name, model in RIVALS.items()}
-    for model in settings.values():
+    rivals = {name: {**model, **shape.model_dump()} for name, model in RIVALS.items()}
+    for model in rivals.values():
         validate(ModelConfig, model, "benchmarks.model")
-    rivals = {name: {"settings": model, "attention": ATTENTION.get(name)} for name, model in settings.items()}
     cells = measure.measure_table("benchmarks.model", bench, (TRAINING, DECODING), rivals, described)
     cells += [cell for name, rival in rivals.items() if (cell := cost_of_length(bench, cells, name, rival))]
     text = (
         f"{measure.markdown_table(table_rows(cells))}\n\n{shape.layers} layers, {shape.heads} heads, width "
         f"{shape.width}, vocabulary {shape.vocab_size}, {bench.resolved_dtype()}, one sequence. Training step: forward "
         "and backward; memory is the peak beyond the weights. Decoding: one token after a context of this many; "
-        "memory is the state (GPT-2: the cache, which grows by copying). Times are medians of rounds in which the "
-        "rivals take turns; ¹: a single call, too slow for turns. –: failed at a shorter length. ×: time at the "
-        "longest context divided by time at the shortest, the median over rounds; and the same ratio of state bytes."
+        "memory is the state (of softmax attention the cache, which grows by copying). Times are medians of rounds in "
+        "which the rivals take turns; ¹: a single call, too slow for turns. –: failed at a shorter length. ×: time at "
+        "the longest context divided by time at the shortest, the median over rounds; and the ratio of state bytes."
     )
     return cells, text
 
@@ -120,9 +116,9 @@ TOKENS_IN_ROUND, ROUNDS = 32, 31  # to resolve percents of a ratio near 1, since
 def one_call(device: str, work: str, tokens: int, dtype: str, rival: dict[str, Any]) -> dict[str, Any]:
     """Memory and time of a single call, {"peak_bytes", "seconds": [one], "state_bytes" of decoding}."""
     model = _model(rival, device, dtype)
-    _prepared(model, work, min(tokens, WARM_UP_TOKENS), rival)[0]()
+    _prepared(model, work, min(tokens, WARM_UP_TOKENS))[0]()
     model.zero_grad()
-    call, state = _prepared(model, work, tokens, rival)
+    call, state = _prepared(model, work, tokens)
     seconds: list[float] = []
     peak = peak_extra_bytes(lambda: seconds.append(call_seconds(call, device)), device)
     return {"peak_bytes": peak, "seconds": seconds, "state_bytes": state_bytes(state) if state else 0}
@@ -132,7 +128,7 @@ def time_in_turns(
     device: str, work: str, tokens: int, dtype: str, rivals: dict[str, dict[str, Any]], budget_s: float
 ) -> dict[str, list[float]]:
     """Seconds of each call of each rival, by name."""
-    calls = {name: _prepared(_model(rival, device, dtype), work, tokens, rival)[0] for name, rival in rivals.items()}
+    calls = {name: _prepared(_model(rival, device, dtype), work, tokens)[0] for name, rival in rivals.items()}
     return interleaved_seconds(calls, device, budget_s=budget_s)
 
 
@@ -145,7 +141,7 @@ def contexts_in_turns(
     constant = set(model.config.pattern) == {"T"}
     calls, sizes = {}, []
     for tokens in lengths:
-        call, state = _prepared(model, DECODING, tokens, rival, really=constant)
+        call, state = _prepared(model, DECODING, tokens, really=constant)
         assert state is not None
         calls[str(tokens)] = partial(_repeat, call, TOKENS_IN_ROUND if constant else 1)
         sizes.append(state_bytes(state))
@@ -160,23 +156,19 @@ def _repeat(call: Callable[[], object], times: int) -> None:
 
 def _model(rival: dict[str, Any], device: str, dtype: str) -> TostLM:
     torch.manual_seed(0)
-    return TostLM(validate(ModelConfig, rival["settings"], "benchmark")).to(device, getattr(torch, dtype))
+    return TostLM(validate(ModelConfig, rival, "benchmark")).to(device, getattr(torch, dtype))
 
 
 def _prepared(
-    model: TostLM, work: str, tokens: int, rival: dict[str, Any], really: bool = False
+    model: TostLM, work: str, tokens: int, really: bool = False
 ) -> tuple[Callable[[], object], LMState | None]:
     """The measured call, and the state before decoding (`really`: after reading the tokens)."""
-    backend = rival["attention"]
-    kernel: Callable[[], Any] = (lambda: sdpa_kernel(getattr(SDPBackend, backend))) if backend else nullcontext
     device = model.embedding.weight.device
     if work == TRAINING:
         ids_1T = torch.randint(model.config.vocab_size, (1, tokens + 1), device=device)
 
         def train() -> None:
-            with kernel():
-                loss = model(ids_1T[:, :-1], labels=ids_1T[:, 1:]).loss
-                loss.backward()
+            model(ids_1T[:, :-1], labels=ids_1T[:, 1:]).loss.backward()
             model.zero_grad()
 
         return train, None
@@ -185,8 +177,7 @@ def _prepared(
 
     @torch.inference_mode()
     def decode() -> Tensor:
-        with kernel():
-            return model(token_11, state=state).logits
+        return model(token_11, state=state).logits
 
     return decode, state
 

@@ -1,4 +1,4 @@
-"""Draw docs/figures/length.png: time per token and memory by length, of ToST and of softmax attention.
+"""Draw docs/figures/length.png: time per token and memory by length, of TSSA, the delta hybrid and softmax attention.
 
 python docs/draw_length.py
 
@@ -14,7 +14,6 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 CHECKOUT = Path(__file__).parents[1]
-RIVALS = {"ToST": "token statistics", "GPT-2, flash attention": "softmax, flash attention"}
 TASKS = {
     "training step": ("peak_bytes", "peak memory [MB]"),
     "decoding a token": ("state_bytes", "memory of the past [MB]"),
@@ -30,15 +29,15 @@ def draw() -> Figure:
     result = newest_result()
     figure, axes = plt.subplots(2, 2, figsize=(9, 5.5), sharex=True, layout="constrained")
     for row, (task, (memory, memory_label)) in zip(axes, TASKS.items(), strict=True):
-        for rival, label in RIVALS.items():
+        for rival in dict.fromkeys(cell["rival"] for cell in result["cells"]):
             cells = [
                 cell for cell in result["cells"] if (cell["work"], cell["rival"]) == (task, rival) and "seconds" in cell
             ]
             lengths = [cell["tokens"] for cell in cells]
             tokens = lengths if task == "training step" else [1] * len(cells)
             times = [1e6 * median(cell["seconds"]) / count for cell, count in zip(cells, tokens, strict=True)]
-            row[0].plot(lengths, times, marker="o", label=label)
-            row[1].plot(lengths, [cell[memory] / 1e6 for cell in cells], marker="o", label=label)
+            row[0].plot(lengths, times, marker="o", label=rival)
+            row[1].plot(lengths, [cell[memory] / 1e6 for cell in cells], marker="o", label=rival)
         row[0].set_title(f"{task}: time", fontsize=10)
         row[1].set_title(f"{task}: memory", fontsize=10)
         row[0].set_ylabel("time per token [µs]")

@@ -87,8 +87,10 @@ def _newest(name: str) -> tuple[dict[str, Any], str]:
 def gpu(_: str) -> str:
     """What `python -m benchmarks.gpu` has shown of each part: on which GPU, and when."""
     rows = []
+    found = [(record["machine"]["device"], cell) for record in _gpu_records() for cell in record["cells"]]
     for name, part in GPU_PARTS.items():
-        shown = [(device, cell) for device, cell in _gpu_cells() if cell["part"] == name]
+        # Cells without a time are those of earlier forms of the program, which the page describes in words.
+        shown = [(device, cell) for device, cell in found if cell["part"] == name and "time" in cell]
         for device, cell in shown:
             result = cell.get("failed") or "; ".join(filter(None, [cell["value"], cell["beside"]]))
             rows.append((name, cell.get("case", ""), f"{device}, {cell['time'][:10]}", result))
@@ -97,10 +99,8 @@ def gpu(_: str) -> str:
     return table(("part", "case", "shown by", "result"), rows)
 
 
-def _gpu_cells() -> list[tuple[str, dict[str, Any]]]:
-    """Device and cell; cells without a time are those of earlier forms of the program, which the page describes."""
-    records = [json.loads(path.read_text()) for path in sorted((RESULTS / "benchmarks").glob("gpu_nvidia-*.json"))]
-    return [(record["machine"]["device"], cell) for record in records for cell in record["cells"] if "time" in cell]
+def _gpu_records() -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((RESULTS / "benchmarks").glob("gpu_nvidia-*.json"))]
 
 
 def comparison(_: str) -> str:
@@ -135,9 +135,19 @@ def status(_: str) -> str:
 def _shown(names: list[str]) -> str:
     if not names:
         return "not shown"
-    parts = [f"{device}, {cell['time'][:10]}" for device, cell in _gpu_cells() if cell["part"] in names]
     files = [TESTS / name for name in names if name.endswith(".py")]
-    return parts[0] if parts else _last_run(files) if files else "not shown"
+    shown = [f"{device}, {time[:10]}" for device, part, time in _gpu_parts() if part in names]
+    return shown[0] if shown else _last_run(files) if files else "not shown"
+
+
+def _gpu_parts() -> list[tuple[str, str, str]]:
+    """Device, part and time of what a GPU has shown, also by earlier forms of the program."""
+    return [
+        (record["machine"]["device"], cell["part"], cell.get("time", record["machine"]["time"]))
+        for record in _gpu_records()
+        for cell in record["cells"]
+        if "failed" not in cell
+    ]
 
 
 def _last_run(files: list[Path]) -> str:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad, rms_norm, silu
 
 from tost_lm.config import Section
-from tost_lm.mixers.facts import AffineFacts, Flops, OwnNumbers
 from tost_lm.mixers.layer import TokenMixer
 from tost_lm.mixers.plugins import register
+from tost_lm.mixers.spec import AffineSpec, Flops, OwnNumbers
 from tost_lm.ops.affine import affine_scan, initial_states
 from tost_lm.ops.initialization import set_own_constants
 from tost_lm.ops.layout import document_layout
@@ -30,7 +30,7 @@ from tost_lm.ops.precision import statistics_dtype
 CHUNK_TOKENS = 16
 
 
-class Hgrn2Facts(AffineFacts):
+class Hgrn2Spec(AffineSpec):
     letter, name, tag, settings = "H", "HGRN2", "hgrn2", Section
 
     def description(self, shape):
@@ -128,4 +128,4 @@ def scan(tokens, lengths, before_nHDD):
     return y_cHLD.transpose(1, 2).flatten(0, 1)[place_M], after_cHDD[layout.first_chunk_N1[1:] - 1]
 
 
-register(Hgrn2Facts(), Hgrn2)
+register(Hgrn2Spec(), Hgrn2)

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm
 
 from tost_lm.config import Section
-from tost_lm.mixers.facts import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentFacts
 from tost_lm.mixers.layer import TokenMixer
 from tost_lm.mixers.plugins import register
 from tost_lm.mixers.shape import MixerShape
+from tost_lm.mixers.spec import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentSpec
 from tost_lm.ops.exchange import Decay, exchange
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.layout import LocalDocuments
@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
         return cls(shape.heads, shape.own.per_head, shape.own.value_size)
 
 
-class SlotsFacts(RecurrentFacts):
+class SlotsSpec(RecurrentSpec):
     letter, name, tag, settings = "S", "slot memory", "slot-memory", SlotsSettings
 
     def description(self, shape: MixerShape) -> str:
@@ -245,4 +245,4 @@ def read_chunk(
     return y_bHLV + broken_bHL.cumsum(-1)[..., None]
 
 
-register(SlotsFacts(), SlotMixer)
+register(SlotsSpec(), SlotMixer)

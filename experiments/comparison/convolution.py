@@ -17,10 +17,10 @@ from torch.nn.functional import rms_norm, silu
 from tost_lm.config import Section
 from tost_lm.mixers.delta.layer import conv_std
 from tost_lm.mixers.delta.settings import CONV_TAPS
-from tost_lm.mixers.facts import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentFacts
 from tost_lm.mixers.layer import TokenMixer
 from tost_lm.mixers.plugins import register
 from tost_lm.mixers.shape import MixerShape
+from tost_lm.mixers.spec import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentSpec
 from tost_lm.ops.initialization import InitialValue, Normal, set_own_constants
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.short_conv import CONVOLUTION
@@ -32,7 +32,7 @@ class ConvolutionSettings(Section):
     """`model.plugin_settings.G` has no settings."""
 
 
-class ConvolutionFacts(RecurrentFacts):
+class ConvolutionSpec(RecurrentSpec):
     letter, name, tag, settings = "G", "gated convolution", "gated-convolution", ConvolutionSettings
 
     def description(self, shape: MixerShape) -> str:
@@ -100,4 +100,4 @@ class GatedConvolution(TokenMixer):
         return self.out_proj((y_BTHV * silu(gate)).flatten(-2)), ConvolutionState(*taps) if taps else None
 
 
-register(ConvolutionFacts(), GatedConvolution)
+register(ConvolutionSpec(), GatedConvolution)

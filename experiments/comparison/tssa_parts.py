@@ -22,10 +22,10 @@ from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.mixers.delta.layer import conv_std
 from tost_lm.mixers.delta.settings import CONV_TAPS
-from tost_lm.mixers.facts import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentFacts
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.mixers.plugins import register
 from tost_lm.mixers.shape import MixerShape
+from tost_lm.mixers.spec import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentSpec
 from tost_lm.mixers.tssa.statistics import ENERGY_FLOOR
 from tost_lm.ops.exchange import Decay, exchange
 from tost_lm.ops.initialization import InitialValue, Normal, set_own_constants
@@ -51,7 +51,7 @@ class PartsSettings(Section):
     """The output has a norm of each head and a gate."""
 
 
-class PartsFacts(RecurrentFacts):
+class PartsSpec(RecurrentSpec):
     letter, name, tag, settings = "P", "TSSA with parts", "tssa-with-parts", PartsSettings
 
     def description(self, shape: MixerShape) -> str:
@@ -205,4 +205,4 @@ def in_rows(x_BTHE: Tensor, log_decay_H: Tensor, sums_BHE: Tensor) -> tuple[Tens
     return torch.cat(outputs, 1), sums_BHE
 
 
-register(PartsFacts(), TssaWithParts)
+register(PartsSpec(), TssaWithParts)

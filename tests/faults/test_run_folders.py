@@ -20,7 +20,6 @@ RecordFault = Callable[[str, int, str], None]
 ENDLESS = "train.steps=100000"
 
 
-@pytest.mark.quick
 def test_a_launch_under_another_name_of_the_folder_is_refused(workplace: Path, record_fault: RecordFault):
     runs = workplace / "runs"
     (runs / "real").mkdir(parents=True)

@@ -2,12 +2,15 @@
 
 import json
 import random
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from programs import interrupt, peak_memory
+from forked import Forked
+from programs import peak_memory
 
 import tost_lm
 from tost_lm.checkpointing.format import write_checkpoint
@@ -93,8 +96,11 @@ def test_memory_is_flat_and_ranks_and_interruptions_do_not_change_the_result(fol
 
     position = folder / "model/eval/text@bpb/position.pt"
     program, *words = command(folder, LONG, 4)
-    code, _ = interrupt(program, *words, cwd=folder, when=position.is_file)
-    assert code == 130
+    interrupted = Forked(program, *words, cwd=folder)
+    while not position.is_file():
+        time.sleep(0.02)
+    interrupted.send_signal(signal.SIGINT)
+    assert interrupted.finish()[0] == 130
     assert measure(folder, LONG, 4)[1]["model"]["nats"] == nats[4]
     assert not position.exists()
 

@@ -127,7 +127,7 @@ RANKS = (1, 2, 4)
 
 
 def trained(*numbers: int, every: int = 1) -> dict[str, list[float]]:
-    """Losses, then gradient norms, of ten steps on so many ranks; without numbers, on all. `every`: of 3 cases one."""
+    """Losses, then gradient norms, of ten steps on so many ranks, or on all; of `every` cases one."""
     cases, found = list(training_cases()), {}
     for ranks in numbers or RANKS:
         of_ranks = [case for case in cases if case.ranks == ranks][::every]

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import subprocess
 import time
@@ -27,8 +28,10 @@ from checkpointed_training import (
 )
 from other_forms import OTHER_FORMS
 
+import tost_lm
 from tost_lm.checkpointing.run_folder import find_checkpoint, step_folder
 from tost_lm.data.loader import Corpora
+from tost_lm.errors import CheckpointError
 from tost_lm.testing import FLOAT32_REORDERED, run_on_ranks
 
 DELTA = {"pattern": "TDA"}
@@ -151,6 +154,8 @@ def test_one_flipped_bit_in_any_file_is_found_and_the_previous_checkpoint_is_use
             messages: list[str] = []
             assert find_checkpoint(tmp_path / RUN, messages.append).name == "step_00000001"
             assert [str(path) in line for line in messages] == [True]
+        with pytest.raises(CheckpointError, match=re.escape(str(path))):
+            tost_lm.load(path.parent)
         path.write_bytes(data)
     record_fault("a bit flipped in a checkpoint", flips * len(files), "refused; the file is named")
 

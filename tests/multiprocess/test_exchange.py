@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,12 +11,11 @@ from forked import CHECKOUT
 from torch import Tensor
 from toy_mixer import rank_shard
 
-from tost_lm.mixers.facts import RecurrentFacts
 from tost_lm.mixers.plugins import run_plugin
-from tost_lm.mixers.registry import FACTS
+from tost_lm.mixers.registry import SPECS
+from tost_lm.mixers.spec import RecurrentSpec
 from tost_lm.model import ModelConfig
 from tost_lm.ops import affine
-from tost_lm.ops import short_conv as convolution
 from tost_lm.ops.layout import LocalDocuments, SequenceSplit
 from tost_lm.parallel import sequence
 from tost_lm.testing import run_on_ranks
@@ -26,7 +25,7 @@ from tost_lm.testing.conformance.adapter import State, Subject
 LENGTHS = (1, 2, 9, 1, 1, 5, 2)
 """Tokens of the first ranks; the last one has the rest of T."""
 T = 40
-EXCHANGING = [*(letter for letter, facts in FACTS.items() if isinstance(facts, RecurrentFacts)), "H"]
+EXCHANGING = [*(letter for letter, spec in SPECS.items() if isinstance(spec, RecurrentSpec)), "H"]
 """Mixers whose ranks exchange statistics; those of softmax gather keys. H: HGRN2, a plugin."""
 OFFSETS = (0, 2, 13, 14, 37, 40)  # across cuts, from cut to cut, within a shard
 SETTINGS = {
@@ -125,36 +124,3 @@ def gradients_where_a_rank_reads_no_state(gathers: bool) -> list[float]:
 def test_a_rank_whose_outputs_read_no_state_takes_part_in_the_backward(gathers: bool):
     found = run_on_ranks(gradients_where_a_rank_reads_no_state, 3, gathers)
     assert found == [[0.0, 3.0], [5.0, 1.0], [0.0, 0.0]]  # of A₁ C₀ + C₁
-
-
-FAULTS = ("states in the wrong order", "a convolution across cuts", "cu_seqlens divided by the ranks")
-
-
-def error_with(fault: str, gathers: bool) -> float:
-    """The largest error of delta layers on this rank with a fault in them."""
-    ranks, offsets, convolve = dist.get_world_size(), OFFSETS, convolution.short_conv
-    gathered, pass_on = affine._gathered, cast(Any, sequence.RankShard.pass_on)
-    subject = Subject(layer_adapter("D", ModelConfig(pattern="D", **SETTINGS)), 0)
-    x_BTC = subject.tokens(1, T)
-    expected = subject.results(partial(subject, offsets=OFFSETS, output_state=False), x_BTC, None)
-    if fault == FAULTS[0]:
-        affine._gathered = lambda x, shard: gathered(x, shard).flip(0)
-        turned: Any = lambda *arguments, reverse=False: pass_on(*arguments, reverse=not reverse)
-        sequence.RankShard.pass_on = turned
-    elif fault == FAULTS[1]:
-        one = lambda x_BTC: LocalDocuments.of(None, len(x_BTC), x_BTC.shape[1], None)
-        convolution.short_conv = lambda x_BTC, weight, **_: convolve(x_BTC, weight, local=one(x_BTC))
-    else:
-        offsets = *sorted({offset // ranks for offset in OFFSETS}), T
-    sequence.ALL_GATHER_RANKS = ranks if gathers else 1
-    split = SequenceSplit((*LENGTHS[: ranks - 1], T - sum(LENGTHS[: ranks - 1])), dist.get_rank())
-    ours = subject.results(partial(on_this_rank, subject, split, offsets, False), x_BTC, None)
-    for x in ours.values():
-        dist.all_reduce(x)
-    return max(subject.differences(ours, expected, fault))[0]
-
-
-@pytest.mark.parametrize("gathers", [True, False])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(fault: str, gathers: bool):
-    assert min(run_on_ranks(error_with, 3, fault, gathers)) > 1e-3

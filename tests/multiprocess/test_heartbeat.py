@@ -196,6 +196,7 @@ def stop_the_whole_job_for_a_while(folder: Path) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.slow
 def test_a_job_that_its_scheduler_stops_for_a_while_does_not_hang(tmp_path: Path):
     assert min(run_on_ranks(stop_the_whole_job_for_a_while, 2, tmp_path)) > 4
 

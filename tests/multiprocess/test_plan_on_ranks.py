@@ -9,7 +9,7 @@ from memory_of_training import Measured, Settings, settings_of, train_measured
 from other_forms import OTHER_FORMS
 
 from tost_lm.config import validate
-from tost_lm.mixers.delta import facts as delta_facts
+from tost_lm.mixers.delta import spec as delta_spec
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.plan import activations as plan_activations
 from tost_lm.pretrain.plan import traffic
@@ -27,7 +27,8 @@ TINY = {**SMALL, "width": 64, "layers": 2, "vocab_size": 512, "micro_batch": 2}
 @pytest.mark.parametrize(
     ("axis", "model"),
     [
-        *((axis, {"pattern": "DA"}) for axis in ("sequence", "tensor")),
+        ("sequence", {"pattern": "DA"}),
+        pytest.param("tensor", {"pattern": "DA"}, marks=pytest.mark.slow),
         *(
             pytest.param(axis, {"pattern": "TA", **forms}, marks=pytest.mark.slow)
             for axis in ("sequence", "tensor")
@@ -76,7 +77,7 @@ def test_messages_of_what_is_computed_again(pattern: str, layer_scale: float, me
         pytest.param("TA", 30, {"tile_tokens": 100}, marks=pytest.mark.quick),
         pytest.param("DA", 30, {"tile_tokens": 100}, marks=pytest.mark.slow),
         pytest.param("DA", 0, {"tile_tokens": 100}, marks=pytest.mark.slow),
-        ("TA", 0, {"tile_tokens": 60, "activation_checkpointing": "full"}),
+        pytest.param("TA", 0, {"tile_tokens": 60, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
         pytest.param("TD", 0, {"tile_tokens": 100, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
         pytest.param("AD", 0, {"tile_tokens": 100, "activation_checkpointing": "mixers"}, marks=pytest.mark.slow),
     ],
@@ -110,7 +111,7 @@ def test_messages_of_all_to_alls(tile_tokens: int, monkeypatch: pytest.MonkeyPat
 def test_messages_of_states_that_are_passed_on(tile_tokens: int, monkeypatch: pytest.MonkeyPatch):
     """On average: the first and the last rank pass on less."""
     settings = settings_of(**TINY, heads=8, pattern="DT", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})
-    for module in (traffic, plan_activations, delta_facts):
+    for module in (traffic, plan_activations, delta_spec):
         monkeypatch.setattr(module, "ALL_GATHER_RANKS", 1)
     on_ranks = run_on_ranks(by_all_to_alls, 4, train_measured, settings)
     expected = [one for one in traffic.collectives(planned(settings)) if one.kind == "all-to-all"]

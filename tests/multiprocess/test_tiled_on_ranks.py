@@ -52,12 +52,17 @@ def drawn_model(number: int) -> TiledLM:
     return build_model(**MODELS[number]).double()
 
 
+def cases(sequence: int) -> list[tuple[int, int, tuple[int, ...] | None]]:
+    """Without sequence ranks, tiles differ from whole rows as on one rank: a few will do."""
+    return CASES if sequence > 1 else CASES[::4]
+
+
 def tiled_on_ranks(tensor: int, sequence: int) -> list[Any]:
     mesh = mesh_of(tensor, sequence)
     tokens, labels = packed_batch()
     count = (labels != IGNORED_LABEL).sum()
     record = []
-    for number, tile_tokens, offsets in CASES:
+    for number, tile_tokens, offsets in cases(sequence):
         model = parallelize(drawn_model(number), mesh)
         if number == CHECKPOINTED:
             context_fn = checkpoint_context(mesh)
@@ -80,7 +85,7 @@ def test_float64(tensor: int, sequence: int):
     found = run_on_ranks(tiled_on_ranks, tensor * sequence, tensor, sequence)
     if sequence > 1:
         found += run_on_ranks(by_all_to_alls, tensor * sequence, tiled_on_ranks, tensor, sequence)
-    for at, (number, tile_tokens, offsets) in enumerate(CASES):
+    for at, (number, tile_tokens, offsets) in enumerate(cases(sequence)):
         cu_seqlens = offsets and torch.tensor(offsets)
         true_loss, true = loss_and_gradients(drawn_model(number), tokens, labels, cu_seqlens=cu_seqlens)
         for record in found:

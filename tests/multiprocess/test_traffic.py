@@ -79,7 +79,7 @@ def sent_in_step(case: Case) -> tuple[Sendings, Sendings]:
     return [(sent.kind, sent.bytes) for sent in forward.sent], [(sent.kind, sent.bytes) for sent in backward.sent]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.quick), 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.quick), pytest.param(4, marks=pytest.mark.slow)])
 def test_a_delta_layer_sends_maps_of_states_forward_and_gradients_backward_whatever_the_length(ranks: int):
     K = V = C // H
     tokens = 4 * 3 * H * (2 * K + V)  # the last three before the convolution
@@ -90,7 +90,7 @@ def test_a_delta_layer_sends_maps_of_states_forward_and_gradients_backward_whate
             assert [forward, backward] == expected, case
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.quick), 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.quick), pytest.param(4, marks=pytest.mark.slow)])
 def test_a_tssa_layer_sends_its_statistics_four_times_whatever_the_length_and_the_ranks(ranks: int):
     cases = [
         Case(tokens=1024),

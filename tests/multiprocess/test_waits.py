@@ -26,7 +26,7 @@ from tost_lm.data.prefetch import micro_batches
 from tost_lm.inference.decoding import Decoder, decoder
 from tost_lm.inference.generation import Sampling, generate
 from tost_lm.mixers.plugins import run_plugin
-from tost_lm.mixers.registry import FACTS
+from tost_lm.mixers.registry import SPECS
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.streaming import prefill
 from tost_lm.parallel.settings import ParallelConfig
@@ -171,7 +171,7 @@ OF_THE_NORM = {"zero_step.py:clip_and_record_norm": 1}
 @pytest.mark.parametrize(
     ("parallel", "bfloat16", "of_the_norm"),
     [
-        (ParallelConfig(zero_stage=0), False, OF_THE_NORM),
+        pytest.param(ParallelConfig(zero_stage=0), False, OF_THE_NORM, marks=pytest.mark.slow),
         pytest.param(ParallelConfig(zero_stage=0, sequence=2), False, OF_THE_NORM, marks=pytest.mark.slow),
         pytest.param(ParallelConfig(zero_stage=1), True, {"zero_step.py:_norm": 1}, marks=pytest.mark.quick),
     ],
@@ -208,7 +208,7 @@ def pattern(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         run_plugin(tmp_path / "plugin.py")
     yield request.param
     if text:
-        del FACTS[request.param]
+        del SPECS[request.param]
 
 
 SETTINGS = [
@@ -219,7 +219,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("pattern", [*FACTS, *PLUGINS], indirect=True)
+@pytest.mark.parametrize("pattern", [*SPECS, *PLUGINS], indirect=True)
 def test_the_second_decoding_step_waits_for_nothing_but_its_token(pattern: str, settings: dict[str, Any]):
     """It is the code that is captured on a GPU, so the steps after it are equal."""
     shape = {"layers": 2, "heads": 2, "width": 16, "vocab_size": VOCAB, "layer_scale": 1.0}

@@ -120,9 +120,6 @@ SHOWN = [block for block in BLOCKS if block.language in UNTESTED]
 CHECKED = [block for block in BLOCKS if block.tags]
 WHOLE = [block for block in BLOCKS if block.takes_minutes]
 QUICK = [block for block in BLOCKS if block.language not in UNTESTED and not block.tags and not block.takes_minutes]
-_FIRST = (next((block for block in QUICK if block.page == page), None) for page in PAGES if page != "README.md")
-FIRST_BLOCKS = [block for block in _FIRST if block]
-"""One for each page that has any: `make test` runs them, and the demo of the README."""
 
 
 def links(page: str) -> list[str]:

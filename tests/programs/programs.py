@@ -2,18 +2,15 @@
 
 import io
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-from forked import ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port, module_of
+from forked import ENVIRONMENT, Forked, as_rank, free_port, module_of
 
 from tost_lm.cli.main import main as tost
 from tost_lm.files import read_rows
@@ -106,33 +103,6 @@ def _error_lines(code: int, err: str) -> str:
     assert lines
     assert all(line.startswith("error: ") for line in lines), err
     return "\n".join(line.removeprefix("error: ") for line in lines)
-
-
-def interrupt(program: str, *words: object, cwd: Path, when: Callable[[], bool]) -> tuple[int, str]:
-    """Send Ctrl-C to the whole process group, as a terminal does, once `when()` is true; exit code and stderr.
-
-    The program runs in a fresh interpreter.
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-m", *module_of(program, words)],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C reaches only this group
-        # Processes that a shell starts in the background ignore Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    deadline = time.monotonic() + LIMIT_S
-    while not when() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    ended_early = process.poll() is not None
-    if not ended_early:
-        os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert not ended_early, err
-    return process.returncode, err
 
 
 def write_corpus(path: Path, documents: int, words: int) -> None:

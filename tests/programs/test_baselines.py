@@ -36,6 +36,7 @@ def folder(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_baseline_has_the_same_results_on_two_ranks_and_is_compared_with_a_run(folder: Path):
     folder_of_task = f"eval/{LAMBADA}"
     run("tost eval", "gpt2", LAMBADA, "sets.lambada_openai=lambada.jsonl", cwd=folder)

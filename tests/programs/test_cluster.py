@@ -89,28 +89,6 @@ def test_two_hosts_train_as_one_and_communicate_over_their_network(workplace: Pa
     assert min(received) > 12 * 4 * tost_lm.load(workplace / "runs/tiny").parameter_count()
 
 
-@pytest.mark.slow
-def test_sigterm_to_the_launcher_saves_every_step_and_ends_all_ranks(workplace: Path):
-    node = {**ACTIVATED, **NODE, "NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    command = [LAUNCH, "run.toml", "train.steps=100000"]
-    with (workplace / "output").open("w") as output:
-        launched = subprocess.Popen(command, cwd=workplace, env=node, stdout=output, stderr=output)
-    deadline = time.monotonic() + 90
-    while "step 3/" not in (workplace / "output").read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    processes = psutil.Process(launched.pid).children(recursive=True)
-    assert (
-        sum("tost_lm.pretrain.commands.train" in process.cmdline() for process in processes if process.is_running())
-        >= 2
-    )
-    launched.terminate()
-    assert launched.wait(timeout=60) == 75, (workplace / "output").read_text()
-    assert not psutil.wait_procs(processes, timeout=10)[1]
-    newest = max((workplace / "runs/tiny/checkpoints").glob("step_*"))
-    rows = (workplace / "runs/tiny/metrics.jsonl").read_text().splitlines()
-    assert json.loads(rows[-1])["step"] == int(newest.name[5:])
-
-
 @contextmanager
 def two_nodes(*words: str, cwd: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """The launchers of two nodes with one rank each, on this host; their stderr is a pipe."""
@@ -151,16 +129,6 @@ def test_a_killed_rank_of_two_nodes_leaves_one_line_on_each(workplace: Path):
     assert re.fullmatch(rf"error: rank 1 \(.*, pid {beats[1].pid}\) was lost: .*\n", error)
     assert killed == (2, "error: rank 1 was ended by SIGKILL; run the same command to resume\n")
     assert (workplace / "lost").exists()
-
-
-@pytest.mark.slow
-def test_an_error_of_settings_on_two_nodes_is_one_line(workplace: Path):
-    with two_nodes("run.toml", "data.folder=nowhere", cwd=workplace) as launchers:
-        (code, error), other = ends(launchers)
-    assert code == 2
-    assert re.fullmatch(r"error: nowhere.*\n", error)
-    assert other in [(2, ""), (2, f"error: rank 1: {error.removeprefix('error: ')}")]
-    assert not (workplace / "lost").exists()
 
 
 @pytest.mark.slow

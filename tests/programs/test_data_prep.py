@@ -1,4 +1,4 @@
-"""The data_prep programs: outputs, reuse, rebuilding, interruption, and one-line errors."""
+"""The data_prep programs: outputs, partitions, other shards, and one-line errors."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from forked import Forked
 from hf_tokenizers import EOT, byte_level
-from programs import interrupt, refusal, run, snapshot, write_corpus
+from programs import refusal, refusal_here, run, run_here, snapshot, write_corpus
 from shared_data import GPT2_BPE, needs_shared
 
 from tost_lm.data.shards import Shards
@@ -27,53 +27,6 @@ def config(tmp_path) -> Path:
         f'[shards]\nfolder = "{tmp_path}/out/shards"\n'
     )
     return path
-
-
-@pytest.mark.slow
-def test_build_interrupt_resume_reuse_and_rebuild(config, tmp_path):
-    write_corpus(tmp_path / "corpus.jsonl", documents=3000, words=300)
-    out = tmp_path / "out"
-    model, shards = out / "tokenizer.model", out / "shards"
-
-    assert refusal("tost prepare shards", config, cwd=tmp_path).endswith("tost prepare tokenizer and the same settings")
-    output = run("tost prepare tokenizer", config, cwd=tmp_path)
-    assert f"training {model}: it does not exist yet" in output
-    assert "400 pieces" in output
-
-    for moment in ("tokenizer.model", "journal.json"):  # as the workers start, and as they work
-        code, errors = interrupt(
-            "tost prepare shards", config, cwd=tmp_path, when=(out / ".shards.building" / moment).exists
-        )
-        assert code == 130
-        assert "interrupted" in errors
-        assert "Traceback" not in errors
-        assert not shards.exists()
-    output = run("tost prepare shards", config, cwd=tmp_path)
-    assert f"building {shards}: an earlier build was interrupted" in output
-    assert "resuming after " in output
-    assert "bytes per token" in output
-    assert {path.name for path in out.iterdir()} == {"shards", "tokenizer.model", "tokenizer.model.json"}
-    opened = Shards.open(shards)
-    opened.verify()
-    splits = opened.manifest["splits"]
-    assert splits["train"]["documents"] + splits["valid"]["documents"] == 3000
-    assert opened.tokenizer().sha256 == json.loads((out / "tokenizer.model.json").read_text())["sha256"]
-    one_worker = (f"shards.folder={out}/again", "shards.workers=1")
-    run("tost prepare shards", config, *one_worker, cwd=tmp_path)
-    assert snapshot(out / "again") == snapshot(shards)
-
-    before = snapshot(out)
-    assert run("tost prepare tokenizer", config, cwd=tmp_path) == f"reusing {model}: same settings and corpus\n"
-    assert run("tost prepare shards", config, cwd=tmp_path).startswith(f"reusing {shards}: ")
-    assert snapshot(out) == before
-
-    damaged = shards / "train_00000.bin"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x07")
-    refused = refusal("tost prepare inspect", shards, cwd=tmp_path)
-    size = damaged.stat().st_size
-    assert f"{damaged}: damaged between bytes {(size - 1) >> 20 << 20:,} and {size:,}" in refused
-    assert f"building {shards}: {damaged}: damaged" in run("tost prepare shards", config, cwd=tmp_path)
-    assert snapshot(out) == before
 
 
 def test_partitions_of_killed_processes_and_a_slurm_array_are_merged_to_the_same_bytes(config, tmp_path):
@@ -201,7 +154,7 @@ def test_a_tokenizer_json(config, tmp_path):
 
 
 def test_errors_are_one_line_and_change_no_output(config, tmp_path):
-    run("tost prepare tokenizer", config, cwd=tmp_path)
+    run_here("tost prepare tokenizer", config, cwd=tmp_path)
     before = snapshot(tmp_path / "out")
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -209,24 +162,27 @@ def test_errors_are_one_line_and_change_no_output(config, tmp_path):
         "corpus.source=nowhere": "nowhere: no such file or folder",
         f"corpus.source={tmp_path}/empty.jsonl": "empty.jsonl: no rows",
         f"corpus.source={tmp_path}/latin.txt": "latin.txt: byte 3 is not UTF-8 (convert the text",
-        "corpus.source=hub:no/such": "hub:no/such: cannot be loaded",
         "tokenizer.vocab_sise=500": "tokenizer.vocab_sise: unknown key (did you mean tokenizer.vocab_size?)",
         "tokenizer.vocab_size=100000": "vocab_size 100000: too large for this training text; set at most",
         "tokenizer.path=/dev/null/tokenizer.model": "/dev/null/tokenizer.model: cannot be written",
         "tokenizer.path=s3://bucket/x": ": the model at s3://bucket/x is used as it is; set tokenizer.vocab_size=none",
     }
     for override, problem in mistakes.items():
-        assert problem in refusal("tost prepare tokenizer", config, override, cwd=tmp_path)
-    assert "small.tom: no such configuration file (did you mean" in refusal(
+        assert problem in refusal_here("tost prepare tokenizer", config, override, cwd=tmp_path)
+    hub = "hub:no/such"  # in a process that asks no network
+    assert f"{hub}: cannot be loaded" in refusal("tost prepare tokenizer", config, f"corpus.source={hub}", cwd=tmp_path)
+    assert "small.tom: no such configuration file (did you mean" in refusal_here(
         "tost prepare shards", tmp_path / "small.tom", cwd=tmp_path
     )
-    assert "shards.folder: URLs are not" in refusal("tost prepare shards", config, "shards.folder=s3://x", cwd=tmp_path)
+    assert "shards.folder: URLs are not" in refusal_here(
+        "tost prepare shards", config, "shards.folder=s3://x", cwd=tmp_path
+    )
     assert not (tmp_path / "s3:").exists()
-    assert "not a shard folder" in refusal("tost prepare inspect", tmp_path, cwd=tmp_path)
+    assert "not a shard folder" in refusal_here("tost prepare inspect", tmp_path, cwd=tmp_path)
     (tmp_path / "web").mkdir()
     (tmp_path / "web/manifest.json").write_text("{}")
     (tmp_path / "web/index.html").write_text("years of work")
     for folder in (tmp_path, tmp_path / "web"):
-        assert "other files" in refusal("tost prepare shards", config, f"shards.folder={folder}", cwd=tmp_path)
+        assert "other files" in refusal_here("tost prepare shards", config, f"shards.folder={folder}", cwd=tmp_path)
     assert (tmp_path / "web/index.html").read_text() == "years of work"
     assert snapshot(tmp_path / "out") == before

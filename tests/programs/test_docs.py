@@ -14,7 +14,6 @@ import pytest
 from doc_pages import (
     BLOCKS,
     CHECKED,
-    FIRST_BLOCKS,
     LANGUAGES,
     PAGES,
     QUICK,
@@ -38,14 +37,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     pages.close()
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("block", FIRST_BLOCKS, ids=lambda block: block.page)
-def test_the_first_block_of_a_page_runs(block: Block, pages: Pages):
-    block.skip_if_something_is_missing()
-    pages.run(block)
-
-
-@pytest.mark.parametrize("block", [block for block in QUICK if block not in FIRST_BLOCKS], ids=lambda block: block.name)
+@pytest.mark.parametrize("block", QUICK, ids=lambda block: block.name)
 def test_a_block_runs(block: Block, pages: Pages):
     block.skip_if_something_is_missing()
     pages.run(block)

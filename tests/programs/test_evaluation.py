@@ -1,16 +1,12 @@
-"""The evaluation programs on a trained run: results, files, reuse, interruption, other checkpoints, and mistakes."""
+"""The evaluation programs on a trained run: results, files, reuse, other checkpoints, and mistakes."""
 
 import json
 import re
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from forked import ENVIRONMENT
-from programs import interrupt, refusal, run, snapshot
+from programs import refusal, run, snapshot
 
 import tost_lm
 from tost_lm.checkpointing.format import write_checkpoint
@@ -18,7 +14,6 @@ from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
 from tost_lm.testing import FLOAT32_REORDERED
 
 HELDOUT, NEEDLE, SAMPLE, TEXT = "eval/heldout@bpb", "eval/needle@words", "eval/sample", "eval/text@bpb"
-EXTRAS = ["deepspeed", "megatron", "datasets", "wandb", "matplotlib", "markdown_it"]
 NEEDLES = ("needle", "needle.samples=2", "needle.depths=[0.0, 1.0]")
 COMMANDS = [
     ("tost eval", ("heldout",)),
@@ -66,20 +61,6 @@ def test_results_add_up_and_files_exist(evaluated: Path):
     assert page.count("data:image/png;base64,") == 3
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert "| training tokens | 3,072 |" in (home / "report.md").read_text()
-
-
-@pytest.mark.slow
-def test_loading_scoring_and_generating_need_none_of_the_extras(copy: Path):
-    shutil.rmtree(copy / "runs/tiny/eval")
-    for program, words in (COMMANDS[0], COMMANDS[2]):
-        script = (
-            f"import runpy, sys\nfor name in {EXTRAS!r}: sys.modules[name] = None\n"
-            f"sys.argv = {[*program.split(), 'runs/tiny', *words]!r}\n"
-            "runpy.run_module('tost_lm.cli.main', run_name='__main__')\n"
-        )
-        done = subprocess.run([sys.executable, "-c", script], cwd=copy, env=ENVIRONMENT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    assert results(copy / "runs/tiny", SAMPLE)["text"]
 
 
 @pytest.mark.quick
@@ -267,23 +248,6 @@ def test_an_export_has_its_own_results(copy: Path):
     assert "give heldout.shards=FOLDER" in refusal("tost eval", "export", "heldout", cwd=copy)
     run("tost eval", "export", "heldout", "heldout.shards=out/shards", "heldout.max_documents=1", cwd=copy)
     assert results(copy / "export", HELDOUT)["model"]["documents"] == 1
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_no_partial_result(copy: Path):
-    shutil.rmtree(copy / "runs/tiny/eval")
-    deep_inside = time.monotonic() + 8  # of the evaluation of 40,000 examples, past all imports
-    code, errors = interrupt(
-        "tost eval",
-        "runs/tiny",
-        "needle",
-        "needle.samples=4000",
-        cwd=copy,
-        when=lambda: time.monotonic() > deep_inside,
-    )
-    assert code == 130
-    assert "Traceback" not in errors
-    assert not (copy / "runs/tiny" / NEEDLE / "results.json").exists()
 
 
 @pytest.mark.parametrize(

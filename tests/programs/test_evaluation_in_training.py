@@ -109,25 +109,6 @@ def test_other_tasks_equal_those_of_the_checkpoint(workplace: Path, ranks: int):
     assert [row["protocol"] for row in rows(workplace)] == list(HEADLINES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["parallel.zero_stage=3", "parallel.sequence=2"])
-def test_two_ranks_measure_the_same_as_one_process(workplace: Path, words: list[str], layout: str):
-    words = [
-        *words,
-        layout,
-        "memory.mlp_tile_tokens=8",
-        "evaluation.settings.zero_shot.batch_tokens=100",
-        "run.timeout_seconds=60",
-    ]
-    words.append("evaluation.every=4")
-    output = run("tost train", *words, cwd=workplace, ranks=2)
-    assert output.count("step 8/8  wikitext2@lm-eval  word perplexity ") == 1
-    assert_as_afterwards(workplace)
-    run("tost train", "run.toml", "train.steps=8", layout, "memory.mlp_tile_tokens=8", "run.name=without",
-        cwd=workplace, ranks=2)  # fmt: skip
-    assert weights(workplace, "tiny") == weights(workplace, "without")
-
-
 def test_a_resumed_run_measures_no_step_twice(workplace: Path, words: list[str]):
     run("tost train", *words, "run.stop_at_step=6", cwd=workplace)
     before = rows(workplace)

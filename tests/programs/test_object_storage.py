@@ -72,6 +72,7 @@ def test_a_killed_upload_is_made_up_for(workplace: Path, storage: str):
     assert steps(uploaded.parent) == steps(workplace / "runs/tiny")
 
 
+@pytest.mark.slow
 def test_rewinds_and_restarts_move_checkpoints_at_the_url_too(workplace: Path, storage: str):
     upload = f"checkpoint.upload={storage}/runs"
     train(workplace, upload)
@@ -147,6 +148,7 @@ def test_models_are_read_from_urls_and_written_to_them(workplace: Path, storage:
     assert "URLs are not supported" in refusal("tost report", at_url, cwd=workplace)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_weights_at_a_url(workplace: Path, storage: str):
     train(workplace, f"checkpoint.upload={storage}/runs")
     step = "tiny/checkpoints/step_00000008"

@@ -127,36 +127,6 @@ def test_training_in_tiles_on_sequence_ranks_is_that_of_one_process(workplace: P
     assert json.loads(printed) == expected
 
 
-@pytest.mark.slow
-def test_nothing_is_scored_where_the_tokenizer_loses_text(tmp_path: Path):
-    write_olmo_hybrid(tmp_path / "Olmo", normalizers.Replace("colour", "color"))
-    (tmp_path / "empty.toml").touch()
-    (tmp_path / "text.txt").write_text("They say little.\nIt has the colour blue, they say.")
-    (tmp_path / "texts.jsonl").write_text('{"text": "They say."}\n{"text": "It has the colour blue, they say."}\n')
-    (tmp_path / "corpus.txt").write_text("\n".join(TEXTS * 3))
-    run_here("tost convert", "Olmo", "convert.folder=models/olmo", cwd=tmp_path)
-    words = ["corpus.source=corpus.txt", "corpus.text_documents=line", "corpus.valid_fraction=0.2"]
-    words += ["shards.folder=shards", "tokenizer.kind=hf", "tokenizer.path=Olmo/tokenizer.json"]
-    run_here("tost prepare shards", *words, "tokenizer.eot_token=<|endoftext|>", cwd=tmp_path)
-    before = snapshot(tmp_path)
-    in_training = [
-        *TRAINED,
-        "run.name=new",
-        "train.initial_weights=models/olmo",
-        "evaluation.every=1",
-        'evaluation.tasks=["lambada_openai@lm-eval"]',
-    ]
-    for program, *words in (
-        ["tost eval", "models/olmo", "text", "text.file=text.txt"],
-        ["tost train", "empty.toml", *in_training, "evaluation.sets.lambada_openai=texts.jsonl"],
-    ):
-        printed = refusal(program, *words, cwd=tmp_path)
-        name = "shards" if program == "tost train" else "text@bpb: models/olmo"
-        assert printed.startswith(f"{name}: the tokenizer is not lossless, so scores of this text would be wrong: ")
-        assert "it decodes 's the colour blue, t' as 's the color blue, th'; remove such characters" in printed
-    assert snapshot(tmp_path) == before
-
-
 def test_mistakes_are_named(workplace: Path, tmp_path: Path):
     before = snapshot(workplace)
     tensor = [*TRAINED, "run.name=new", "parallel.tensor=2", "train.initial_weights=models/Olmo"]

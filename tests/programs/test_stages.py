@@ -45,7 +45,7 @@ def write_recipe(folder: Path, name: str, longer: str = "", longest: str = "") -
 
 @pytest.fixture(scope="module")
 def place(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shard folders, recipes of three stages, and the run `whole`."""
+    """Two shard folders, and recipes of three stages."""
     folder = tmp_path_factory.mktemp("stages")
     shutil.copy(prepared / "run.toml", folder)
     (folder / "out").symlink_to(prepared / "out")
@@ -56,8 +56,12 @@ def place(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("tost prepare shards", "other.toml", cwd=folder)
     write_recipe(folder, "stages.toml")
     write_recipe(folder, "layouts.toml", "parallel.tensor = 2", "parallel.tensor = 1\nparallel.sequence = 2")
-    train(folder, "whole")
     return folder
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> None:
+    train(place, "whole")
 
 
 def train(folder: Path, name: str, *words: str, recipe: str = "stages.toml") -> str:
@@ -77,7 +81,7 @@ def refused(folder: Path, name: str, *words: str, recipe: str = "stages.toml") -
     return error
 
 
-@pytest.mark.quick
+@pytest.mark.usefixtures("whole")
 def test_one_command_trains_all_stages(place: Path):
     steps = curve(place, "whole")
     assert [row[0] for row in steps] == [*range(1, 11)]
@@ -101,6 +105,7 @@ def test_one_command_trains_all_stages(place: Path):
     assert "reusing" in train(place, "whole")
 
 
+@pytest.mark.usefixtures("whole")
 def test_a_run_stopped_in_each_stage_is_the_unbroken_one(place: Path):
     train_until(place, "parts", 3, 4, 7, 8, 9)
     train(place, "parts")
@@ -109,6 +114,7 @@ def test_a_run_stopped_in_each_stage_is_the_unbroken_one(place: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole")
 def test_a_run_on_different_layouts_killed_ten_times_is_the_unbroken_one(place: Path):
     words, chance = [*MODEL, "launch.ranks=2", "parallel.zero_stage=2"], random.Random(0)
     train(place, "layouts", *words, recipe="layouts.toml")
@@ -170,6 +176,7 @@ def test_the_step_after_a_boundary_is_that_of_a_new_engine_with_the_same_state(p
         assert_as_accurate(tensor, found["float32"][name], found["float64"][name], name)
 
 
+@pytest.mark.usefixtures("whole")
 def test_finished_stages_stay_and_later_ones_may_change(place: Path):
     train_until(place, "edited", 4, 6)
     write_recipe(place, "edited.toml", longest="optim.lr = 2e-3")
@@ -226,6 +233,7 @@ def test_other_shards_in_the_same_folder_are_one_more_stage(place: Path):
     assert [stage.first_step for stage in Progress.read(step_folder(place / "runs/replaced", 4)).stages] == [0, 2]
 
 
+@pytest.mark.usefixtures("whole")
 def test_a_rewind_goes_back_once(place: Path):
     """Without a change it trains the same steps again, on the same schedule."""
     folder = place / "runs/back"

@@ -55,11 +55,11 @@ def micro_batches(batch: Batch, device: torch.device) -> list[MicroBatch]:
 
 
 def _on_host(batch: Batch, device: torch.device) -> _HostBatch:
-    tokens, labels = (torch.from_numpy(x) for x in (batch.tokens, batch.labels))
+    tokens, labels = (torch.as_tensor(x) for x in (batch.tokens, batch.labels))
     if device.type == "cuda":
         with torch.cuda.device(device):  # not the first GPU, with which a thread begins
             tokens, labels = tokens.pin_memory(), labels.pin_memory()
-    return _HostBatch(tokens, labels, _cu_seqlens(torch.from_numpy(batch.document_ends), len(tokens)))
+    return _HostBatch(tokens, labels, _cu_seqlens(torch.as_tensor(batch.document_ends), len(tokens)))
 
 
 def _copied(batch: _HostBatch, device: torch.device) -> list[MicroBatch]:

@@ -27,7 +27,7 @@ from tost_lm.inference.generation import LanguageModel
 from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.requests import rates
 from tost_lm.inference.text_file import BLOCK_BYTES, TextFile, ids_of
-from tost_lm.mixers.registry import FACTS, mixer_class
+from tost_lm.mixers.registry import SPECS, mixer_class
 from tost_lm.model.block import LMState
 from tost_lm.model.streaming import TILE_TOKENS, TokenStream
 
@@ -86,7 +86,7 @@ class SavedPosition:
         if not self._ranks.gather(started >= self._next_save)[0]:
             return
         assert position.state
-        letter_of = {mixer_class(letter).State: letter for letter in FACTS}
+        letter_of = {mixer_class(letter).State: letter for letter in SPECS}
         if not all(type(layer) in letter_of for layer in position.state.layers):
             return  # a cache of another library
         layers = [(letter_of[type(layer)], self._of_all_tensor_ranks(layer)) for layer in position.state.layers]

@@ -123,7 +123,7 @@ def _newest(run: Path | None, name: str, training: _Training | None) -> list[dic
 
 
 def _front_matter(model: ModelConfig, library: str) -> str:
-    tags = "".join(f"- {facts.tag}\n" for facts, _ in model.mixers)
+    tags = "".join(f"- {spec.tag}\n" for spec, _ in model.mixers)
     return f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags:\n- tost_lm\n{tags}---"
 
 

@@ -1,1 +1,1 @@
-"""Token mixers, a folder each: settings, facts, the layer, and the operator in its forms."""
+"""Token mixers, a folder each: settings, spec, the layer, and the operator in its forms."""

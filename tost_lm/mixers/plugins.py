@@ -15,8 +15,8 @@ from typing import Any
 from tost_lm.config import Section, validate
 from tost_lm.errors import ConfigError
 from tost_lm.files import regular_file, sha256_bytes
-from tost_lm.mixers.facts import MixerFacts, Plugin
-from tost_lm.mixers.registry import FACTS
+from tost_lm.mixers.registry import SPECS
+from tost_lm.mixers.spec import MixerSpec, Plugin
 from tost_lm.user_files import run_user_file
 
 VARIABLE = "TOST_PLUGINS"
@@ -25,15 +25,15 @@ SHA256 = "sha256"
 """The key in `model.plugin_settings.LETTER` that identifies the plugin's text."""
 
 
-def register(facts: MixerFacts, layer: type) -> None:
+def register(spec: MixerSpec, layer: type) -> None:
     """Make a mixer known to this process. The file of the layer's class calls it, on every import.
 
     Args:
-        facts: `letter` is a capital letter that no other mixer has.
+        spec: `letter` is a capital letter that no other mixer has.
         layer: a `tost_lm.mixers.layer.TokenMixer`.
 
     Raises:
-        ConfigError: the letter is taken or no capital letter, an attribute of the facts is missing, the layer is no
+        ConfigError: the letter is taken or no capital letter, an attribute of the spec is missing, the layer is no
             `TokenMixer`, or its module is not a file.
     """
     file = Path(getattr(sys.modules[layer.__module__], "__file__", None) or "")
@@ -43,18 +43,18 @@ def register(facts: MixerFacts, layer: type) -> None:
         )
     what, text = f"plugin {file}", regular_file(file).read_bytes()
     for name in ("letter", "name", "tag", "settings"):
-        if not hasattr(facts, name):
-            raise ConfigError(f"{what}: its facts have no {name}; set it")
-    if not re.fullmatch("[A-Z]", facts.letter):
-        raise ConfigError(f"{what}: its letter is {facts.letter!r}; choose a capital letter")
+        if not hasattr(spec, name):
+            raise ConfigError(f"{what}: its spec has no {name}; set it")
+    if not re.fullmatch("[A-Z]", spec.letter):
+        raise ConfigError(f"{what}: its letter is {spec.letter!r}; choose a capital letter")
     if not issubclass(layer, import_module("tost_lm.mixers.layer").TokenMixer):  # imports torch
         raise ConfigError(f"{what}: {layer.__name__} is no TokenMixer; derive it from tost_lm.mixers.layer.TokenMixer")
-    known, plugin = FACTS.get(facts.letter), Plugin(layer, text, sha256_bytes(text))
+    known, plugin = SPECS.get(spec.letter), Plugin(layer, text, sha256_bytes(text))
     if known and (known.plugin is None or known.plugin.sha256 != plugin.sha256):
-        raise ConfigError(f"{what}: the letter {facts.letter} is taken by {known.name}; choose another letter")
+        raise ConfigError(f"{what}: the letter {spec.letter} is taken by {known.name}; choose another letter")
     if known is None:
-        facts.plugin = plugin
-        FACTS[facts.letter] = facts
+        spec.plugin = plugin
+        SPECS[spec.letter] = spec
 
 
 def run_plugin(path: Path) -> None:
@@ -71,9 +71,9 @@ def run_named_plugins() -> None:
 
 def unknown_letters(pattern: str) -> set[str]:
     """The letters of a pattern that are no mixer's, also not of a plugin in TOST_PLUGINS. Raises as `run_plugin`."""
-    if set(pattern) - set(FACTS):
+    if set(pattern) - set(SPECS):
         run_named_plugins()
-    return set(pattern) - set(FACTS)
+    return set(pattern) - set(SPECS)
 
 
 def file_name(letter: str) -> str:
@@ -106,7 +106,7 @@ def complete_settings(pattern: str, given: Mapping[str, Mapping[str, Any]]) -> d
                 f"{plugin.sha256}; name the text that is stored with the model, {file_name(letter)}"
             )
         try:
-            values = validate(FACTS[letter].settings, own, where).model_dump(mode="json")
+            values = validate(SPECS[letter].settings, own, where).model_dump(mode="json")
         except ConfigError as error:
             raise ConfigError(str(error).replace(f"{where}: ", f"{where}.")) from None
         completed[letter] = {SHA256: plugin.sha256, **values}
@@ -116,13 +116,13 @@ def complete_settings(pattern: str, given: Mapping[str, Mapping[str, Any]]) -> d
 def settings_of(letter: str, stored: Mapping[str, Any]) -> Section:
     """The settings of a plugin, from those that `complete_settings` returns."""
     own = {name: value for name, value in stored.items() if name != SHA256}
-    return validate(FACTS[letter].settings, own, f"model.plugin_settings.{letter}")
+    return validate(SPECS[letter].settings, own, f"model.plugin_settings.{letter}")
 
 
 def _plugins(letters: str) -> dict[str, Plugin]:
-    used = ((letter, FACTS[letter].plugin) for letter in FACTS if letter in letters)
+    used = ((letter, SPECS[letter].plugin) for letter in SPECS if letter in letters)
     return {letter: plugin for letter, plugin in used if plugin}
 
 
 def _is_registered(sha256: str) -> bool:
-    return any(facts.plugin and facts.plugin.sha256 == sha256 for facts in FACTS.values())
+    return any(spec.plugin and spec.plugin.sha256 == sha256 for spec in SPECS.values())

@@ -1,4 +1,4 @@
-"""All token mixers, and the only list of them: a new one adds its folder, its settings and its facts here.
+"""All token mixers, and the only list of them: a new one adds its folder, its settings and its spec here.
 
 `tost_lm.mixers.plugins` adds those of users.
 """
@@ -9,15 +9,15 @@ from typing import Any
 from pydantic import Field
 
 from tost_lm.config import Section
-from tost_lm.mixers.delta.facts import DELTA
 from tost_lm.mixers.delta.settings import DeltaSettings
-from tost_lm.mixers.facts import MixerFacts
-from tost_lm.mixers.softmax.facts import SOFTMAX
+from tost_lm.mixers.delta.spec import DELTA
 from tost_lm.mixers.softmax.settings import SoftmaxSettings
-from tost_lm.mixers.tssa.facts import TSSA
+from tost_lm.mixers.softmax.spec import SOFTMAX
+from tost_lm.mixers.spec import MixerSpec
 from tost_lm.mixers.tssa.settings import TssaSettings
+from tost_lm.mixers.tssa.spec import TSSA
 
-FACTS: dict[str, MixerFacts] = {facts.letter: facts for facts in (TSSA, DELTA, SOFTMAX)}
+SPECS: dict[str, MixerSpec] = {spec.letter: spec for spec in (TSSA, DELTA, SOFTMAX)}
 """By letter, in the order of tables and messages."""
 
 
@@ -31,5 +31,5 @@ class MixerSettings(Section):
 
 def mixer_class(letter: str) -> Any:
     """The layer of a mixer: a module with `State`, the type of its state, `groups` and `split_heads`."""
-    facts = FACTS[letter]
-    return facts.plugin.layer if facts.plugin else import_module(f"tost_lm.mixers.{facts.folder}.layer").MIXER
+    spec = SPECS[letter]
+    return spec.plugin.layer if spec.plugin else import_module(f"tost_lm.mixers.{spec.folder}.layer").MIXER

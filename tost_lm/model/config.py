@@ -7,10 +7,10 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from tost_lm.config import Section, is_from_user
-from tost_lm.mixers.facts import MixerFacts
 from tost_lm.mixers.plugins import complete_settings, run_plugin, settings_of, unknown_letters
-from tost_lm.mixers.registry import FACTS, MixerSettings
+from tost_lm.mixers.registry import SPECS, MixerSettings
 from tost_lm.mixers.shape import MixerShape, Rotary
+from tost_lm.mixers.spec import MixerSpec
 
 SWIGLU_MULTIPLE = 256
 """The hidden channels of a SwiGLU are a multiple of it: several tensor ranks have whole tiles of a matrix product."""
@@ -114,15 +114,15 @@ class ModelConfig(MixerSettings, ModelShape):
 
     def shape_of(self, letter: str) -> MixerShape:
         """The part of these settings that the mixer with this letter of `pattern` reads."""
-        facts = FACTS[letter]
-        own = settings_of(letter, self.plugin_settings[letter]) if facts.plugin else getattr(self, facts.folder)
+        spec = SPECS[letter]
+        own = settings_of(letter, self.plugin_settings[letter]) if spec.plugin else getattr(self, spec.folder)
         zero_centered = self.norm == "rms-zero-centered"
         return MixerShape(self.width, self.heads, self.bias, self.norm_epsilon, zero_centered, self.max_positions, own)
 
     @property
-    def mixers(self) -> list[tuple[MixerFacts, MixerShape]]:
+    def mixers(self) -> list[tuple[MixerSpec, MixerShape]]:
         """The mixers in `pattern`, each once."""
-        return [(facts, self.shape_of(letter)) for letter, facts in FACTS.items() if letter in self.pattern]
+        return [(spec, self.shape_of(letter)) for letter, spec in SPECS.items() if letter in self.pattern]
 
     @property
     def mlp_width(self) -> int:
@@ -134,20 +134,20 @@ class ModelConfig(MixerSettings, ModelShape):
     @property
     def layer_kinds(self) -> str:
         """The mixers and their pattern, in words."""
-        used = {facts.letter: facts.description(shape) for facts, shape in self.mixers}
+        used = {spec.letter: spec.description(shape) for spec, shape in self.mixers}
         listed = ", ".join(f"{letter} {kind}" for letter, kind in used.items())
         return used[self.pattern[0]] if len(used) == 1 else f"pattern {self.pattern}: {listed}"
 
     @property
     def position_limit(self) -> int | None:
         """The longest sequence length that the model accepts; None: unlimited."""
-        in_mixers = any(facts.has_position_parameters(shape) for facts, shape in self.mixers)
+        in_mixers = any(spec.has_position_parameters(shape) for spec, shape in self.mixers)
         return self.max_positions if self.positions == "learned" or in_mixers else None
 
     def in_use(self) -> dict[str, Any]:
-        """The settings that the model depends on: without the name of a preset and settings of parts that it lacks."""
-        absent = {facts.folder for letter, facts in FACTS.items() if letter not in self.pattern and not facts.plugin}
-        unused = {"preset", "plugins", "plugin_settings"} | absent
+        """The settings that the model depends on: without the name of a preset, settings of parts that it lacks, and the size of the weights that it began with."""
+        absent = {spec.folder for letter, spec in SPECS.items() if letter not in self.pattern and not spec.plugin}
+        unused = {"preset", "plugins", "plugin_settings", "init_std"} | absent
         used = self.model_dump(
             mode="json", exclude=unused | ({"max_positions"} if self.position_limit is None else set())
         )
@@ -157,12 +157,12 @@ class ModelConfig(MixerSettings, ModelShape):
     @property
     def rotary(self) -> Rotary | None:
         """The rotary embedding of mixers; None: they have none."""
-        return max((one for facts, shape in self.mixers if (one := facts.rotary(shape))), default=None)
+        return max((one for spec, shape in self.mixers if (one := spec.rotary(shape))), default=None)
 
     @property
     def kept_tokens(self) -> int | None:
         """Tokens whose keys and values are in a state, at most; None: all."""
-        kept = [facts.kept_tokens(shape) for facts, shape in self.mixers]
+        kept = [spec.kept_tokens(shape) for spec, shape in self.mixers]
         return None if None in kept else max(filter(None, kept), default=0)
 
     @model_validator(mode="before")
@@ -191,7 +191,7 @@ class ModelConfig(MixerSettings, ModelShape):
         if re.fullmatch(r"[1-9]\d?[A-Z](:[1-9]\d?[A-Z])*", pattern):
             pattern = "".join(part[-1] * int(part[:-1]) for part in pattern.split(":"))
         if "plugins" in info.data and (not pattern or unknown_letters(pattern)):
-            *listed, last = (f"{facts.letter} ({facts.name})" for facts in FACTS.values())
+            *listed, last = (f"{spec.letter} ({spec.name})" for spec in SPECS.values())
             raise ValueError(
                 f"invalid model.pattern: {pattern!r}; use the letters {', '.join(listed)} and {last}, also as a ratio "
                 "such as 3D:1A, or name the file of another mixer in model.plugins or TOST_PLUGINS"
@@ -205,11 +205,11 @@ class ModelConfig(MixerSettings, ModelShape):
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> "ModelConfig":
-        split = any(facts.splits_width(shape) for facts, shape in self.mixers)
+        split = any(spec.splits_width(shape) for spec, shape in self.mixers)
         check_blocks(self.layers, self.heads, self.width, self.pattern, split=split)
         if strange := set(self.norm_after) - set(self.pattern):
             raise ValueError(f"model.norm_after {self.norm_after!r}: no {min(strange)} in model.pattern; leave it out")
-        for facts, shape in self.mixers:
-            if problem := facts.problem(shape):
+        for spec, shape in self.mixers:
+            if problem := spec.problem(shape):
                 raise ValueError(problem)
         return self

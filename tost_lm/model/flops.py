@@ -2,7 +2,7 @@
 
 An operation is an addition, subtraction, multiplication, division or exponential. A product of matrices of M×K and K×N
 has 2·M·K·N. Counted: the products of the linear layers and the head, 2 forward for each token and weight and twice that
-backward, and what each mixer counts of itself (`tost_lm/mixers/*/facts.py`). Not counted: norms, gates of outputs, GELU
+backward, and what each mixer counts of itself (`tost_lm/mixers/*/spec.py`). Not counted: norms, gates of outputs, GELU
 or SwiGLU, LayerScale, rotary embedding, the softmax of attention, the loss, the optimizer, and recomputation in the
 backward (sums over time in TSSA, scores in attention).
 """
@@ -10,8 +10,8 @@ backward (sums over time in TSSA, scores in attention).
 import re
 from typing import Literal, NamedTuple
 
-from tost_lm.mixers.facts import Flops
-from tost_lm.mixers.registry import FACTS
+from tost_lm.mixers.registry import SPECS
+from tost_lm.mixers.spec import Flops
 from tost_lm.model.config import ModelConfig
 
 
@@ -46,10 +46,10 @@ class FlopsPerToken(NamedTuple):
 
 def parameters(config: ModelConfig) -> Parameters:
     C, biased, mixers, of_mixers = config.width, int(config.bias), 0, 0
-    for facts, shape in config.mixers:
-        layers, own = facts.layers(config.letters), facts.own_numbers(shape)
-        biases = biased * (facts.channels_in(shape) + C)
-        mixers += layers * (facts.weights(shape) + biases + own.decayed + own.vectors)
+    for spec, shape in config.mixers:
+        layers, own = spec.layers(config.letters), spec.own_numbers(shape)
+        biases = biased * (spec.channels_in(shape) + C)
+        mixers += layers * (spec.weights(shape) + biases + own.decayed + own.vectors)
         of_mixers += layers * own.replicated
     of_norm = (1 + biased) * C if config.norm == "layer" else C
     return Parameters(
@@ -65,8 +65,8 @@ def vectors(config: ModelConfig) -> tuple[int, int]:
     """Numbers without weight decay (vectors and denom_bias): those that tensor ranks split, and all others."""
     biased, hidden = int(config.bias), (_mlp_matrices(config) - 1) * config.mlp_width
     split = biased * config.layers * hidden
-    for facts, shape in config.mixers:
-        split += facts.layers(config.letters) * (facts.own_numbers(shape).vectors + biased * facts.channels_in(shape))
+    for spec, shape in config.mixers:
+        split += spec.layers(config.letters) * (spec.own_numbers(shape).vectors + biased * spec.channels_in(shape))
     return split, parameters(config).scales + biased * 2 * config.layers * config.width
 
 
@@ -86,17 +86,17 @@ def block_matrices(config: ModelConfig) -> list[tuple[int, int]]:
     of_mlp = [((_mlp_matrices(config) - 1) * hidden, C), (C, hidden)]
     shapes = []
     for letter in config.letters:
-        facts, shape = FACTS[letter], config.shape_of(letter)
-        shapes += [(facts.channels_in(shape), C), (C, facts.channels_out(shape)), *of_mlp]
+        spec, shape = SPECS[letter], config.shape_of(letter)
+        shapes += [(spec.channels_in(shape), C), (C, spec.channels_out(shape)), *of_mlp]
     return shapes
 
 
 def flops_per_token(config: ModelConfig, tokens: int) -> FlopsPerToken:
     """FLOPs per token of training on documents of `tokens` tokens."""
-    used = [(facts.layers(config.letters), facts, shape) for facts, shape in config.mixers]
-    attention = _sum([(layers, facts.attention_flops(shape, tokens)) for layers, facts, shape in used])
-    operator = _sum([(layers, facts.operator_flops(shape)) for layers, facts, shape in used])
-    mixers = sum(layers * facts.weights(shape) for layers, facts, shape in used)
+    used = [(spec.layers(config.letters), spec, shape) for spec, shape in config.mixers]
+    attention = _sum([(layers, spec.attention_flops(shape, tokens)) for layers, spec, shape in used])
+    operator = _sum([(layers, spec.operator_flops(shape)) for layers, spec, shape in used])
+    mixers = sum(layers * spec.weights(shape) for layers, spec, shape in used)
     weights = mixers + config.layers * mlp_weights(config) + config.vocab_size * config.width
     return FlopsPerToken(Flops(2 * weights, 4 * weights), attention, operator)
 

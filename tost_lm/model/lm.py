@@ -19,6 +19,9 @@ from tost_lm.ops.layout import SequenceShard
 from tost_lm.ops.positions import SequenceInfo, sinusoidal
 from tost_lm.ops.precision import statistics_dtype
 
+SINUSOIDAL_STD = 0.02
+"""The initial size of learned positions and, by default, of token embeddings."""
+
 
 class Head(nn.Module):
     """The head. Its weight is the token embedding, which calls pass, unless it is not tied to it."""
@@ -124,8 +127,7 @@ class TostLM(nn.Module):
         if self.positions is not None:
             x_BTC = x_BTC + self.positions(position)
         elif self.config.positions == "sinusoidal":
-            # Scaled to the initial size of learned positions, to be no larger than the token embeddings.
-            x_BTC = x_BTC + self.config.init_std * sinusoidal(position, x_BTC.shape[-1], x_BTC.dtype)
+            x_BTC = x_BTC + SINUSOIDAL_STD * sinusoidal(position, x_BTC.shape[-1], x_BTC.dtype)
         info = info.with_rotary(self.config.rotary, x_BTC.dtype)
         states: list[Any] = []
         for i, block in enumerate(self.blocks):

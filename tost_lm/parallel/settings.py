@@ -70,8 +70,8 @@ def obstacle_to_tensor_ranks(model: ModelConfig, ranks: int) -> str | None:
     """Why `ranks` tensor ranks cannot split the model; None: they can."""
     if model.heads % ranks:
         return f"model.heads {model.heads} is not divisible by parallel.tensor {ranks}; choose a divisor of the heads"
-    for facts, shape in model.mixers:
-        if obstacle := facts.obstacle_to_tensor_ranks(shape, ranks):
+    for spec, shape in model.mixers:
+        if obstacle := spec.obstacle_to_tensor_ranks(shape, ranks):
             return obstacle
     if model.mlp_width % ranks:
         return (

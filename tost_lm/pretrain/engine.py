@@ -13,7 +13,7 @@ from tost_lm.checkpointing.writer import CheckpointWriter, RunFiles
 from tost_lm.config import to_toml
 from tost_lm.errors import ConfigError
 from tost_lm.interop.card import model_card
-from tost_lm.mixers.registry import FACTS
+from tost_lm.mixers.registry import SPECS
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
 from tost_lm.optim.interface import optimizer_of
@@ -59,7 +59,7 @@ def use_deterministic_kernels(model: ModelConfig, device: torch.device) -> None:
     if device.type == "cpu":
         return
     for letter in dict.fromkeys(model.letters):
-        if obstacle := FACTS[letter].obstacle_to_determinism():
+        if obstacle := SPECS[letter].obstacle_to_determinism():
             raise ConfigError(f"train.deterministic: {obstacle}; set it to false, or change model.pattern")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read before the first matrix product
     torch.use_deterministic_algorithms(True)

@@ -10,7 +10,7 @@ from tost_lm.checkpointing.format import read_model_config
 from tost_lm.data.passages import NAMES, WORDS, secret_line
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.markdown import escape, table
-from tost_lm.mixers.facts import Load
+from tost_lm.mixers.spec import Load
 from tost_lm.model.config import ModelConfig
 from tost_lm.page import Chart, Page, draw_heatmap, new_panels
 from tost_lm.tasks.grid import GridConfig, GridTask, cells_by_length, mean_score
@@ -122,8 +122,8 @@ def section(run: EvaluatedModel, page: Page) -> str:
 def decoding_bytes(model: ModelConfig, tokens: int) -> float:
     """Bytes of the state of all layers after so many tokens of a document, in float32."""
     micro_batch = 4, True, tokens, tokens, tokens, 1, 1, 1
-    of_layer = {facts: facts.state_bytes(Load(shape, *micro_batch)) for facts, shape in model.mixers}
-    return sum(facts.layers(model.letters) * size for facts, size in of_layer.items())
+    of_layer = {spec: spec.state_bytes(Load(shape, *micro_batch)) for spec, shape in model.mixers}
+    return sum(spec.layers(model.letters) * size for spec, size in of_layer.items())
 
 
 def _chance_error(chance: float, examples: int) -> float:

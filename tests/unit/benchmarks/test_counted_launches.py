@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.launches import count, count_compiled
-from tost_lm.mixers.facts import BLOCK_LAUNCHES, COMPILED_BLOCK_LAUNCHES, PRODUCTS
-from tost_lm.mixers.registry import FACTS
+from tost_lm.mixers.registry import SPECS
+from tost_lm.mixers.spec import BLOCK_LAUNCHES, COMPILED_BLOCK_LAUNCHES, PRODUCTS
 from tost_lm.pretrain.plan.estimate import MODEL_LAUNCHES
 from tost_lm.torch_internals import missing_compiler
 
@@ -17,7 +17,7 @@ def test_a_layer_launches_what_the_plan_takes(letter: str):
     few, many = (count(letter, 4, 64, documents) for documents in (4, 40))
     together = few["forward"] + few["backward"]
     assert together == many["forward"] + many["backward"]
-    assert together + BLOCK_LAUNCHES == FACTS[letter].launches()
+    assert together + BLOCK_LAUNCHES == SPECS[letter].launches()
 
 
 def test_a_softmax_layer_is_one_call_for_all_documents():

@@ -115,16 +115,6 @@ def test_a_build_killed_at_20_random_moments_ends_with_the_same_bytes(built: Bui
     assert not left
 
 
-def test_a_build_resumes_with_another_path_to_the_same_corpus(built: Built, tmp_path, monkeypatch):
-    (tmp_path / "corpus.jsonl").write_bytes(Path(built.config.corpus.source).read_bytes())
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(StoppedError):
-        build_shards(prep_config(Path("corpus.jsonl"), Path("shards")), built.tokenizer, stop_after(8))
-    seen: list[BuildProgress] = []
-    build_shards(prep_config(tmp_path / "corpus.jsonl", tmp_path / "shards"), built.tokenizer, seen.append)
-    assert seen[0].documents > 10
-
-
 def test_a_corpus_that_changes_while_it_is_read_is_refused(built: Built, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_bytes(Path(built.config.corpus.source).read_bytes())

@@ -19,8 +19,6 @@ from tost_lm.data_prep.on_ray import partitions_on_ray
 from tost_lm.data_prep.partitions import in_partition, open_partitions, with_partition
 from tost_lm.errors import ConfigError, DataError
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +46,7 @@ def merge(config: DataPrepConfig, built: Built) -> None:
     build_shards(config, built.tokenizer, partitions=[shards for _, shards in open_partitions(config)])
 
 
-@pytest.mark.parametrize("count", [2, 3, 12])
+@pytest.mark.parametrize("count", [2, 3, pytest.param(12, marks=pytest.mark.quick)])
 def test_any_number_of_partitions_gives_the_same_bytes(built: Built, corpus, tmp_path, count):
     build_shards(settings(corpus, tmp_path / "whole"), built.tokenizer)
     config = settings(corpus, tmp_path / "shards")

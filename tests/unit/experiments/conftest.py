@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tost_lm.config import validate
-from tost_lm.mixers.registry import FACTS
+from tost_lm.mixers.registry import SPECS
 from tost_lm.model import ModelConfig, TostLM
 
 
@@ -16,9 +16,9 @@ def slots() -> Iterator[ModuleType]:
     """The plugin of slot memory, which other tests do not know."""
     from experiments import slots  # the first import registers it
 
-    slots.register(slots.SlotsFacts(), slots.SlotMixer)
+    slots.register(slots.SlotsSpec(), slots.SlotMixer)
     yield slots
-    del FACTS[slots.SlotsFacts.letter]
+    del SPECS[slots.SlotsSpec.letter]
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def convolution() -> Iterator[ModuleType]:
     """The plugin of a gated convolution, registered for a test."""
     from experiments.comparison import convolution  # the first import registers it
 
-    convolution.register(convolution.ConvolutionFacts(), convolution.GatedConvolution)
+    convolution.register(convolution.ConvolutionSpec(), convolution.GatedConvolution)
     yield convolution
-    del FACTS[convolution.ConvolutionFacts.letter]
+    del SPECS[convolution.ConvolutionSpec.letter]
 
 
 @pytest.fixture
@@ -36,9 +36,9 @@ def tssa_parts() -> Iterator[ModuleType]:
     """The plugin of TSSA with parts of other layers, registered for a test."""
     from experiments.comparison import tssa_parts  # the first import registers it
 
-    tssa_parts.register(tssa_parts.PartsFacts(), tssa_parts.TssaWithParts)
+    tssa_parts.register(tssa_parts.PartsSpec(), tssa_parts.TssaWithParts)
     yield tssa_parts
-    del FACTS[tssa_parts.PartsFacts.letter]
+    del SPECS[tssa_parts.PartsSpec.letter]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The plugin of slot memory conforms, equals its recurrence, and has the sizes that its facts say."""
+"""The plugin of slot memory conforms, equals its recurrence, and has the sizes that its spec states."""
 
 from types import ModuleType
 from typing import Any

@@ -11,14 +11,14 @@ from tost_lm.errors import ConfigError
 from tost_lm.inference.decoding import Decoder, decoder
 from tost_lm.mixers.delta.layer import DeltaMixer
 from tost_lm.mixers.layer import ROOM_TOKENS
-from tost_lm.mixers.registry import FACTS
+from tost_lm.mixers.registry import SPECS
 from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.model import LMState, TostLM
 from tost_lm.testing import assert_as_accurate, assert_close
 
 VOCAB = 40
 CASES = [
-    *({"pattern": letter, "positions": "none"} for letter in FACTS),
+    *({"pattern": letter, "positions": "none"} for letter in SPECS),
     {"pattern": "T", "tssa": {"denom_bias": "head", "membership": "energy-mean"}, "positions": "sinusoidal"},
     {"pattern": "A", "softmax": {"rope_theta": 0.0}},
     {"pattern": "A", "softmax": {"kv_heads": 1, "qk_norm": True}, "positions": "sinusoidal"},
@@ -81,7 +81,7 @@ def test_many_tokens_equal_one_call(make_model):
     assert_close(logits_BTV, model(prompt_BT).logits[:, 1:], 1e-10, "logits")
 
 
-@pytest.mark.parametrize("pattern", FACTS)
+@pytest.mark.parametrize("pattern", SPECS)
 def test_the_state_is_unchanged_and_may_be_of_inference_mode(make_model, pattern: str):
     model = make_model(pattern)
     with torch.inference_mode():

@@ -11,7 +11,7 @@ from layer_forms import config_of
 from torch import Tensor
 
 from tost_lm.mixers.plugins import run_plugin
-from tost_lm.mixers.registry import FACTS, mixer_class
+from tost_lm.mixers.registry import SPECS, mixer_class
 from tost_lm.testing.conformance import EQUALITIES, check, layer_adapter
 
 RANKS, WINDOW, NAN = EQUALITIES[5], *EQUALITIES[7:]
@@ -22,7 +22,7 @@ def hgrn2() -> Iterator[Any]:
     """The module."""
     run_plugin(CHECKOUT / "experiments/hgrn2.py")
     yield sys.modules[mixer_class("H").__module__]
-    del FACTS["H"]
+    del SPECS["H"]
 
 
 def test_it_conforms():

@@ -12,7 +12,7 @@ from tost_lm.config import load_config, validate
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import sha256_bytes
 from tost_lm.mixers.plugins import run_plugin
-from tost_lm.mixers.registry import FACTS
+from tost_lm.mixers.registry import SPECS
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.flops import parameters
 
@@ -27,10 +27,10 @@ MARKER = "from pathlib import Path\nPath('marker').touch()\n"
 def _only_the_mixers_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TOST_PLUGINS", raising=False)
-    facts, modules = dict(FACTS), set(sys.modules)
+    spec, modules = dict(SPECS), set(sys.modules)
     yield
-    FACTS.clear()
-    FACTS.update(facts)
+    SPECS.clear()
+    SPECS.update(spec)
     for name in set(sys.modules) - modules:
         if name.startswith("tost_plugin_"):
             del sys.modules[name]
@@ -38,7 +38,7 @@ def _only_the_mixers_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def forget() -> None:
     """Like a new process."""
-    del FACTS["E"]
+    del SPECS["E"]
 
 
 def write(text: str = EMA, name: str = "mine.py") -> Path:
@@ -65,18 +65,18 @@ def refused(path: Path) -> str:
     [
         ('"E", "gated', '"D", "gated', "the letter D is taken by gated delta rule; choose another letter"),
         ('"E", "gated', '"EM", "gated', "its letter is 'EM'; choose a capital letter"),
-        ("register(EmaFacts(), GatedEma)", "", "registers no mixer; call tost_lm.mixers.plugins.register in it"),
+        ("register(EmaSpec(), GatedEma)", "", "registers no mixer; call tost_lm.mixers.plugins.register in it"),
         ("import math", "import maths", "ModuleNotFoundError: No module named 'maths' (line 2); correct the file"),
         ("import math", "import sys; sys.exit(0)", "SystemExit: 0 (line 2); correct the file"),
-        ("    def launches(self)", "    def launched(self)", "TypeError: Can't instantiate abstract class EmaFacts"),
+        ("    def launches(self)", "    def launched(self)", "TypeError: Can't instantiate abstract class EmaSpec"),
         ("GatedEma(TokenMixer)", "GatedEma(nn.Module)", "GatedEma is no TokenMixer; derive it from"),
-        ("letter, name, tag, settings =", "letter, name, _, settings =", "its facts have no tag; set it"),
+        ("letter, name, tag, settings =", "letter, name, _, settings =", "its spec has no tag; set it"),
     ],
 )
 def test_a_plugin_that_cannot_be_used_is_refused_in_one_line(old: str, new: str, message: str):
     assert EMA.count(old) == 1
     assert message in refused(write(EMA.replace(old, new)))
-    assert "E" not in FACTS
+    assert "E" not in SPECS
 
 
 def test_a_missing_file_and_a_letter_of_another_plugin_are_named():
@@ -132,7 +132,7 @@ def test_settings_of_a_plugin_are_strict(settings: dict, message: str):
     assert "\n" not in str(error.value)
 
 
-def test_a_layer_gets_its_settings_and_has_the_parameters_of_its_facts():
+def test_a_layer_gets_its_settings_and_has_the_parameters_of_its_spec():
     run_plugin(write())
     assert config().plugin_settings["E"] == {"sha256": sha256_bytes(EMA.encode()), "longest": 512.0}
     model = TostLM(config("ET", plugin_settings={"E": {"longest": 8.0}}, tssa={"denom_bias": "none"}))

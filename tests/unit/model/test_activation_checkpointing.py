@@ -83,18 +83,6 @@ def test_gradients_of_the_state_that_went_in_are_the_same(less: dict[str, Any]):
         assert_close(mine, expected, 1e-12, "gradient of a state")
 
 
-@pytest.mark.parametrize("less", LESS)
-def test_gradients_go_to_parameters_that_stood_in_when_the_backward_comes_after(less: dict[str, Any]):
-    tokens, model = drawn_tokens(), apply_activation_checkpointing(drawn_model(), **less)
-    standing_in = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
-    functional_call(model, standing_in, (tokens,), {"labels": tokens}).loss.backward()
-    expected = drawn_model()
-    expected(tokens, labels=tokens).loss.backward()
-    for name, parameter in expected.named_parameters():
-        assert_close(standing_in[name].grad, parameter.grad, 1e-12, name)  # pyright: ignore[reportArgumentType]
-    assert all(p.grad is None for p in model.parameters())
-
-
 @contextmanager
 def held(bytes_of: list[int], parameters: Iterator[Tensor]) -> Iterator[None]:
     """Appends the bytes that autograd keeps of what is computed inside, parameters apart."""

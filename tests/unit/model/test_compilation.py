@@ -97,7 +97,8 @@ def test_a_block_is_one_graph_with_the_same_gradients(pattern: str, settings: di
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("rows", [pytest.param("unpacked", marks=pytest.mark.slow), "packed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ROWS)
 def test_states_in_and_out_have_the_same_gradients(rows: str):
     expected = loss_and_gradients(drawn_model("TDA"), ROWS[rows], with_states=True)
     found = loss_and_gradients(compile_blocks(drawn_model("TDA")), ROWS[rows], with_states=True)

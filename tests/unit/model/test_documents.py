@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
-from tost_lm.model import LMState, ModelConfig, TostLM
+from tost_lm.model import ModelConfig, TostLM
 
 pytestmark = pytest.mark.quick
 
@@ -91,19 +91,6 @@ def test_packed_documents_are_separate_documents_with_every_gradient(kind: str):
 
 
 @all_kinds
-@pytest.mark.parametrize("pieces", [[1] * 23, [3, 20], [20, 3], [7, 1, 8, 7]])
-def test_chunks_chained_by_state_are_one_call(kind: str, pieces: list[int]):
-    model = drawn_model(kind)
-    tokens = torch.randint(VOCAB, (2, 23))
-    logits, state = [], None
-    for piece in tokens.split(pieces, 1):
-        output = model(piece, state=state)
-        logits.append(output.logits)
-        state = output.state
-    assert_same(torch.cat(logits, 1), model(tokens).logits)
-
-
-@all_kinds
 def test_packed_documents_go_on_from_their_rows(kind: str):
     model, documents = drawn_model(kind), drawn_documents()
     heads = [document[: 1 + len(document) // 3] for document in documents]
@@ -134,33 +121,6 @@ def test_rows_of_different_lengths_are_decoded_together(kind: str, piece: int):
     for n, document in enumerate(documents):
         expected = model(torch.cat([document, more[n]])[None]).logits[0, len(document) :]
         assert_same(torch.cat(logits, 1)[n], expected)
-
-
-@all_kinds
-@pytest.mark.parametrize("rows", [[1], [3, 0], [0, 0, 1]])
-def test_rows_can_be_picked_from_a_state(kind: str, rows: list[int]):
-    model, documents = drawn_model(kind), drawn_documents()
-    tokens, cu_seqlens = packed(documents)
-    state = model(tokens, cu_seqlens=cu_seqlens).state
-    layers = tuple(type(layer)(*(part[rows] for part in layer)) for layer in state.layers)
-    picked = LMState(layers, tuple(state.positions[n] for n in rows))
-    more = torch.randint(VOCAB, (len(rows), 2))
-    logits = model(more, state=picked).logits
-    for row, n in enumerate(rows):
-        assert_same(logits[row], model(torch.cat([documents[n], more[row]])[None]).logits[0, LENGTHS[n] :])
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_batches_are_served_by_packing(side: str):
-    model, documents = drawn_model("hybrid"), drawn_documents()
-    tokens = torch.zeros(len(documents), max(LENGTHS), dtype=torch.int64)
-    real = torch.zeros_like(tokens, dtype=torch.bool)
-    for n, document in enumerate(documents):
-        place = slice(0, len(document)) if side == "right" else slice(max(LENGTHS) - len(document), None)
-        tokens[n, place], real[n, place] = document, True
-    cu_seqlens = torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).int()
-    logits = model(tokens[real][None], cu_seqlens=cu_seqlens).logits[0]
-    assert_same(logits, logits_one_by_one(model, documents))
 
 
 def test_cu_seqlens_are_read_once_a_call(monkeypatch: pytest.MonkeyPatch):

@@ -28,10 +28,11 @@ def test_presets_have_the_published_parameter_counts_and_ours_are_near(preset: s
     assert round(model.parameter_count() / 1e6, 2) == millions
 
 
-def test_weights_are_drawn_as_published():
+@pytest.mark.parametrize("init_std", [0.02, 0.05])
+def test_weights_are_drawn_as_published(init_std: float):
     torch.manual_seed(0)
     settings = {"layers": 8, "heads": 4, "width": 256, "vocab_size": 1000, "layer_scale": 1e-5, "tied_head": False}
-    model = TostLM(config(**settings))
+    model = TostLM(config(**settings, init_std=init_std))
     for name, p in model.named_parameters():
         end = name.rsplit(".", 2)[-2:]
         if end[-1] == "gamma":
@@ -41,7 +42,7 @@ def test_weights_are_drawn_as_published():
         elif end[-1] == "denom_bias":
             assert (p == 0).all()
         else:
-            std = 0.02 / 16**0.5 if end[0] == "out_proj" else 0.02
+            std = init_std / 16**0.5 if end[0] == "out_proj" else init_std
             assert p.std().item() == pytest.approx(std, rel=0.05), name
             assert abs(p.mean().item()) < 0.05 * std + 3e-4, name
 

@@ -109,15 +109,6 @@ def test_the_state_of_a_stream_continues_in_a_stream_or_a_call(pattern: str):
         assert_as_accurate(logits, one_call, truth)
 
 
-@pytest.mark.parametrize("pattern", ["T", "TA", "D"])
-def test_a_stream_that_continues_after_a_tile_has_equal_bits(pattern: str):
-    model, tokens = build(pattern=pattern, softmax={"window": 5}), ids(60)
-    first = model.stream(tokens[:21], tile_tokens=10)
-    start = list(first)
-    second = model.stream(tokens[20:], first.state, tile_tokens=10)
-    assert torch.equal(torch.cat([*start, *second]), torch.cat(list(model.stream(tokens, tile_tokens=10))))
-
-
 @pytest.mark.parametrize("tokens", [torch.ones(2, 3, dtype=torch.int64), [0.5], "abc", [torch.ones(2)]])
 def test_invalid_ids_are_refused(tokens: Any):
     with pytest.raises(ValueError, match="ids must be integers in one dimension"):

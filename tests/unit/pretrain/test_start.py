@@ -1,6 +1,5 @@
 """A run folder may be taken for the same run, another one, or none."""
 
-import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from tost_lm.data.loader import Corpora
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.model import TostLM
 from tost_lm.pretrain.changes import record_of
-from tost_lm.pretrain.metrics import drop_rows_after, write_run_folder
+from tost_lm.pretrain.metrics import write_run_folder
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.start import StartPoint, find_start, rename_old_run, require_same_checkpoints
 
@@ -193,29 +192,7 @@ def test_what_is_no_run_is_refused_whatever_is_asked_for(run: Path):
         start_of(config(run={"name": "file"}))
 
 
-def test_what_an_interrupted_first_launch_left_is_no_obstacle():
-    Path("runs/new").mkdir()
-    Path("runs/new/.config.toml.123.tmp").touch()
-    assert start_of(config(run={"name": "new"})).weights_from is None
-
-
-def test_rows_after_the_checkpoint_are_dropped(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    assert drop_rows_after(path, 5) == []
-    rows = [{"step": step, "loss": None, "tokens": 9, "seconds": 2.0 * step} for step in range(1, 9)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9, "sec')
-    assert drop_rows_after(path, 6) == rows[:6]
-    assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:6]
-
-
 def test_the_batch_must_be_shared_out_evenly():
     assert [config().accumulation(world) for world in (1, 2, 3, 6)] == [6, 3, 2, 1]
     with pytest.raises(ConfigError, match=r"12 is not divisible by 4 data ranks × train\.micro_batch_size 2 = 8"):
         config().accumulation(4)
-
-
-def test_a_bfloat16_zero_2_recipe_is_read_whole():
-    chosen = config(train={"dtype": "bfloat16"}, parallel={"zero_stage": 2}, optim={"lr": 1e-3})
-    assert (chosen.train.dtype, chosen.parallel.zero_stage, chosen.optim.lr, chosen.optim.beta2) == (
-        "bfloat16", 2, 1e-3, 0.95,
-    )  # fmt: skip

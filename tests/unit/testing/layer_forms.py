@@ -6,7 +6,7 @@ import pytest
 from other_forms import other_forms
 
 from tost_lm.config import validate
-from tost_lm.mixers.registry import FACTS
+from tost_lm.mixers.registry import SPECS
 from tost_lm.model import ModelConfig
 
 OTHER_FORMS: dict[str, list[dict[str, Any]]] = {
@@ -25,7 +25,7 @@ OTHER_FORMS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 LAYERS = [
-    pytest.param(letter, form, id=f"{letter} {form}") for letter in FACTS for form in [{}, *OTHER_FORMS.get(letter, [])]
+    pytest.param(letter, form, id=f"{letter} {form}") for letter in SPECS for form in [{}, *OTHER_FORMS.get(letter, [])]
 ]
 """Letter and settings."""
 

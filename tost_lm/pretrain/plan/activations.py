@@ -2,7 +2,7 @@
 
 They are what autograd stores for the backward. In units of e·C/t bytes per token, a block takes 14: inputs of two norms
 2, of the linear layers beside the last one of the mixer 1 + 1 + 4, of GELU 4, of two LayerScales 2. Without LayerScale
-it takes 2 less. What a mixer stores between its projections is its own fact (`tost_lm/mixers/*/facts.py`). In bytes per
+it takes 2 less. What a mixer stores between its projections is in its spec (`tost_lm/mixers/*/spec.py`). In bytes per
 token there are also the norms' statistics 16 (RMSNorm 8), and the input of the last norm e·C. On a CPU, RMSNorm stores
 its input and the normalized input in float32, 8·C in place of e·C; a zero-centered one stores the normalized input
 everywhere, e·C more. A SwiGLU stores 4 tensors of its hidden channels, in place of 8.
@@ -18,7 +18,7 @@ channels). With `mixers`, the mixer's branch does so, after the MLP of the block
 
 from typing import NamedTuple
 
-from tost_lm.mixers.facts import Load, MixerFacts
+from tost_lm.mixers.spec import Load, MixerSpec
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.sizes import ALL_GATHER_RANKS
 
@@ -35,13 +35,13 @@ def tokens_in_memory(config: PretrainConfig) -> float:
     return micro_batch_tokens(config) * config.tile_tokens / config.row_tokens
 
 
-def load_of(config: PretrainConfig, facts: MixerFacts) -> Load:
-    """The micro-batch of a rank, for the facts of a mixer."""
+def load_of(config: PretrainConfig, spec: MixerSpec) -> Load:
+    """The micro-batch of a rank, for the spec of a mixer."""
     ranks = config.parallel.sequence
     # Of all ranks; in all-to-alls a rank's columns of all, the sums before it, and with tiles those over all ranks.
     rows = ranks if ranks <= ALL_GATHER_RANKS else 2 + (config.tile_tokens < config.row_tokens)
     return Load(
-        config.model.shape_of(facts.letter), ELEMENT_BYTES[config.train.dtype], config.run.device == "cpu",
+        config.model.shape_of(spec.letter), ELEMENT_BYTES[config.train.dtype], config.run.device == "cpu",
         micro_batch_tokens(config), config.row_tokens, config.tile_tokens, ranks, config.parallel.tensor, rows,
     )  # fmt: skip
 
@@ -75,11 +75,11 @@ def block_bytes(config: PretrainConfig) -> list[BlockBytes]:
 
 
 def _blocks_per_token(config: PretrainConfig) -> list[BlockBytes]:
-    of_letter = {facts.letter: _block_bytes_per_token(config, facts) for facts, _ in config.model.mixers}
+    of_letter = {spec.letter: _block_bytes_per_token(config, spec) for spec, _ in config.model.mixers}
     return [of_letter[letter] for letter in config.model.letters]
 
 
-def _block_bytes_per_token(config: PretrainConfig, mixer: MixerFacts) -> BlockBytes:
+def _block_bytes_per_token(config: PretrainConfig, mixer: MixerSpec) -> BlockBytes:
     """Bytes per token without gradients, and without the MLP if it is tiled."""
     load, C, scale = load_of(config, mixer), config.model.width, 1 if config.model.layer_scale else 0
     e, tensor = load.element_bytes, load.tensor

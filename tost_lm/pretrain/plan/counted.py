@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tost_lm.mixers.facts import BLOCK_LAUNCHES, MixerFacts
 from tost_lm.mixers.registry import mixer_class
+from tost_lm.mixers.spec import BLOCK_LAUNCHES, MixerSpec
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.testing.operations import Operations
@@ -16,15 +16,15 @@ class Counted(NamedTuple):
     """Of a layer, forward and backward."""
 
     launches: int
-    """With those of the block around the mixer, as `MixerFacts.launches`."""
+    """With those of the block around the mixer, as `MixerSpec.launches`."""
     stored_bytes: float
-    """Per token, as `MixerFacts.stored_bytes`."""
+    """Per token, as `MixerSpec.stored_bytes`."""
 
 
-def count(facts: MixerFacts, config: PretrainConfig) -> Counted:
+def count(spec: MixerSpec, config: PretrainConfig) -> Counted:
     """The launches and stored bytes of a layer with drawn weights on a row of the recipe, which is two documents."""
     T, C, dtype = config.row_tokens, config.model.width, getattr(torch, config.train.dtype)
-    layer = mixer_class(facts.letter)(config.model.shape_of(facts.letter)).to(dtype)
+    layer = mixer_class(spec.letter)(config.model.shape_of(spec.letter)).to(dtype)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(0, C**-0.5)

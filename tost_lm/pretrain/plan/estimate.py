@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.facts import BLOCK_LAUNCHES, COMPILED_BLOCK_LAUNCHES, PRODUCTS
+from tost_lm.mixers.spec import BLOCK_LAUNCHES, COMPILED_BLOCK_LAUNCHES, PRODUCTS
 from tost_lm.model.flops import FlopsPerToken, block_matrices, flops_per_token, peak_flops
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, load_of
@@ -135,18 +135,16 @@ def peak(config: PlanConfig) -> float:
 def operations_per_layer(config: PlanConfig) -> float:
     """Launches in a layer for a tile of a micro-batch, averaged over layers, as `benchmarks.launches` counts them."""
     model = config.model
-    of = {facts: facts.compiled_launches() if config.train.compile else facts.launches() for facts, _ in model.mixers}
-    return sum(facts.layers(model.letters) * count for facts, count in of.items()) / model.layers
+    of = {spec: spec.compiled_launches() if config.train.compile else spec.launches() for spec, _ in model.mixers}
+    return sum(spec.layers(model.letters) * count for spec, count in of.items()) / model.layers
 
 
 def operator_bytes_per_token(config: PlanConfig) -> float:
     """Bytes per token between the projections, forward and backward, at the bandwidth of a copy."""
     letters = config.model.letters
     return sum(
-        facts.layers(letters)
-        * facts.kernel_bytes(load_of(config, facts), mixer_forwards(config))
-        / facts.kernel_bandwidth
-        for facts, _ in config.model.mixers
+        spec.layers(letters) * spec.kernel_bytes(load_of(config, spec), mixer_forwards(config)) / spec.kernel_bandwidth
+        for spec, _ in config.model.mixers
     )
 
 

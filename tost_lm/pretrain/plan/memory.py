@@ -19,7 +19,7 @@ optimizers keep what their modules in `tost_lm/optim` state.
 
 `memory.tile_tokens`: activations and loss count the tokens of one tile. In addition there are the sums of gradients
 over tiles, 4·n, the row's tokens and labels, 16 bytes per token, and a state of each mixer for each tile
-(`tost_lm/mixers/*/facts.py`).
+(`tost_lm/mixers/*/spec.py`).
 
 **Loss**: the logits of a tile and their gradient take at most 2³⁰ bytes. On a CPU they take at most 2²⁸ bytes, in
 float32 and, with bfloat16 weights, also in bfloat16. The tile also takes e·C per token. The forward computes the
@@ -160,9 +160,9 @@ def tile_states_bytes(config: PretrainConfig) -> float:
     if config.memory.offload_tile_states:
         return 0.0
     states, e = 0.0, ELEMENT_BYTES[config.train.dtype]
-    for facts, shape in config.model.mixers:
-        with_gradients = 1 + 4 / e if facts.kept_tokens(shape) is None else 1
-        states += facts.layers(config.model.letters) * facts.state_bytes(load_of(config, facts)) * with_gradients
+    for spec, shape in config.model.mixers:
+        with_gradients = 1 + 4 / e if spec.kept_tokens(shape) is None else 1
+        states += spec.layers(config.model.letters) * spec.state_bytes(load_of(config, spec)) * with_gradients
     rows = config.train.micro_batch_size * config.train.seq_len / config.row_tokens
     return math.ceil(config.row_tokens / config.tile_tokens) * states / config.parallel.tensor * rows
 

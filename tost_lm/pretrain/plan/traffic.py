@@ -74,13 +74,13 @@ class Recomputed(NamedTuple):
 def recomputed_flops(config: PlanConfig) -> Recomputed:
     """Tensor ranks compute a product before they store its input."""
     model, seq_len, products, attention = config.model, config.train.seq_len, 0.0, 0.0
-    for facts, shape in model.mixers:
-        layers, again = facts.layers(model.letters), mixer_forwards(config) - 1
-        attention += layers * again * facts.attention_flops(shape, seq_len).forward
-        products += layers * 2 * (again * facts.weights(shape) + (mlp_forwards(config) - 1) * mlp_weights(model))
+    for spec, shape in model.mixers:
+        layers, again = spec.layers(model.letters), mixer_forwards(config) - 1
+        attention += layers * again * spec.attention_flops(shape, seq_len).forward
+        products += layers * 2 * (again * spec.weights(shape) + (mlp_forwards(config) - 1) * mlp_weights(model))
         if config.parallel.tensor == 1:
-            mixers, mlps = outputs_not_recomputed(config, facts.letter)
-            products -= 2 * model.width * (mixers * facts.channels_out(shape) + mlps * model.mlp_width)
+            mixers, mlps = outputs_not_recomputed(config, spec.letter)
+            products -= 2 * model.width * (mixers * spec.channels_out(shape) + mlps * model.mlp_width)
     return Recomputed(products, attention)
 
 
@@ -165,11 +165,11 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     mixers, mlps, per_row = layers * mixer_forwards(config), layers * mlp_forwards(config), mlp_tiles(config)
     replicated = (4 if model.layer_scale else 2) * layers + 1 + (counts.positions > 0)
     calls_of_softmax, bytes_of_softmax = 0, 0.0
-    for facts, shape in model.mixers:
-        replicated += facts.layers(model.letters) * facts.own_numbers(shape).replicated_tensors
-        if of_layer := facts.head_softmax_bytes(load_of(config, facts)):
-            calls_of_softmax += 2 * facts.layers(model.letters)
-            bytes_of_softmax += facts.layers(model.letters) * of_layer
+    for spec, shape in model.mixers:
+        replicated += spec.layers(model.letters) * spec.own_numbers(shape).replicated_tensors
+        if of_layer := spec.head_softmax_bytes(load_of(config, spec)):
+            calls_of_softmax += 2 * spec.layers(model.letters)
+            bytes_of_softmax += spec.layers(model.letters) * of_layer
     # Of mixers, embedding and head, which see whole rows, and of MLPs, which see tiles.
     whole_rows, in_tiles = mixers + 2 * layers + 2, mlps + 2 * layers
     calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream / ranks
@@ -198,18 +198,18 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     results for other ranks in a second one. States that ranks pass on take the place of one of the two exchanges.
     """
     parallel, model, k = config.parallel, config.model, config.micro_batches
-    ranks, tensor, mixers = parallel.sequence, parallel.tensor, [facts for facts, _ in model.mixers]
-    loads = {facts: load_of(config, facts) for facts in mixers}
+    ranks, tensor, mixers = parallel.sequence, parallel.tensor, [spec for spec, _ in model.mixers]
+    loads = {spec: load_of(config, spec) for spec in mixers}
     rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
-    exchanging = [facts for facts in mixers if facts.exchanged_bytes(loads[facts], backward=False)]
-    passing = [facts for facts in mixers if facts.passed_on_bytes(loads[facts])]
+    exchanging = [spec for spec in mixers if spec.exchanged_bytes(loads[spec], backward=False)]
+    passing = [spec for spec in mixers if spec.passed_on_bytes(loads[spec])]
     backwards, again = tiles(config), sent_again(config)
     passes = tiles(config) * (1 + again) + tiles(config) - 1
     calls, statistics = 0.0, 0.0
-    for facts in exchanging:
-        layers, exchanges = facts.layers(model.letters), 1 if facts in passing else 2
+    for spec in exchanging:
+        layers, exchanges = spec.layers(model.letters), 1 if spec in passing else 2
         calls += k * layers * exchanges * (passes + backwards)
-        forward, backward = (facts.exchanged_bytes(loads[facts], backward=backward) for backward in (False, True))
+        forward, backward = (spec.exchanged_bytes(loads[spec], backward=backward) for backward in (False, True))
         statistics += k * rows * layers * (passes * forward + backwards * backward) / tensor
     if ranks <= ALL_GATHER_RANKS:
         yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
@@ -218,28 +218,28 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         yield Collectives("sequence statistics", "all-to-all", 2 * calls, sent, ranks, tensor)
     # States between tiles: forward, again in the second forward, and backward.
     summed, row = 0.0, 0.0
-    for facts in mixers:
-        if of_layer := facts.summed_bytes(loads[facts]):
+    for spec in mixers:
+        if of_layer := spec.summed_bytes(loads[spec]):
             times = (tiles(config) - 1) * (3 + again) * k
-            summed += times * facts.layers(model.letters)
-            row += rows * times * facts.layers(model.letters) * of_layer / tensor
+            summed += times * spec.layers(model.letters)
+            row += rows * times * spec.layers(model.letters) * of_layer / tensor
     if summed:
         kind, times = ("all-gather", 1) if ranks <= ALL_GATHER_RANKS else ("all-to-all", 2)
         yield Collectives("states after tiles", kind, times * summed, times * row, ranks, tensor)
-    for facts in passing:
-        times = (passes + backwards) * k * facts.layers(model.letters)
+    for spec in passing:
+        times = (passes + backwards) * k * spec.layers(model.letters)
         hops = times * (ranks + PASSED_SLICES - 2)
         # On average: the last rank does not pass states on, nor the first one gradients.
-        sent = times * rows * facts.passed_on_bytes(loads[facts]) / tensor * (ranks - 1) / ranks
+        sent = times * rows * spec.passed_on_bytes(loads[spec]) / tensor * (ranks - 1) / ranks
         yield Collectives("states passed on", "all-to-all", hops, sent, ranks, tensor)
-    for facts in mixers:
+    for spec in mixers:
         starts = range(0, config.row_tokens, config.tile_tokens)
         sizes = [min(config.tile_tokens, config.row_tokens - start) for start in starts]
-        of_tiles = [facts.gathered_tokens(loads[facts], size) for size in sizes]
+        of_tiles = [spec.gathered_tokens(loads[spec], size) for size in sizes]
         if not of_tiles[0].channels:
             continue
         # Without a window, those of all earlier tiles are gathered for each tile in every pass and in the backward.
-        earlier = [of_tiles[:n] if facts.kept_tokens(loads[facts].shape) is None else [] for n in range(len(of_tiles))]
+        earlier = [of_tiles[:n] if spec.kept_tokens(loads[spec].shape) is None else [] for n in range(len(of_tiles))]
         before, before_last = ([one for of_tile in some for one in of_tile] for some in (earlier, earlier[:-1]))
         in_second = float(bool(fraction_computed_twice(config)))
         scattered = [(1.0, of_tiles), (1.0, before)]
@@ -247,8 +247,8 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
             (1 + again, of_tiles), (in_second, of_tiles[:-1]),
             (2 + is_computed_again(config), before), (in_second, before_last),
         ]  # fmt: skip
-        times = k * facts.layers(model.letters) * micro_batch_tokens(config) * ranks / config.row_tokens
-        e, calls = ELEMENT_BYTES[config.train.dtype], k * facts.layers(model.letters)
+        times = k * spec.layers(model.letters) * micro_batch_tokens(config) * ranks / config.row_tokens
+        e, calls = ELEMENT_BYTES[config.train.dtype], k * spec.layers(model.letters)
         once, sent = (
             times * sum(n * sum(one.tokens for one in some) for n, some in gathers) * of_tiles[0].channels / tensor
             for gathers in (scattered, gathered)

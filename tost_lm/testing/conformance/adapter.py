@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tost_lm.mixers.registry import FACTS, mixer_class
+from tost_lm.mixers.registry import SPECS, mixer_class
 from tost_lm.model.config import ModelConfig
 from tost_lm.ops.layout import SequenceShard, SequenceSplit
 from tost_lm.ops.positions import SequenceInfo
@@ -215,7 +215,7 @@ def layer_adapter(
     rule about NaN is reported and not required.
 
     Args:
-        letter: of a mixer in `tost_lm.mixers.registry.FACTS`.
+        letter: of a mixer in `tost_lm.mixers.registry.SPECS`.
         config: the shape of the layer.
         shard: as in `MixerAdapter`.
         fields: other fields of the adapter.
@@ -227,7 +227,7 @@ def layer_adapter(
         call=partial(_call, config),
         shard=shard,
         concatenate_states=concatenate_aligned,
-        **{"window": config.kept_tokens or None, "contains_nan": FACTS[letter].plugin is None, **fields},
+        **{"window": config.kept_tokens or None, "contains_nan": SPECS[letter].plugin is None, **fields},
     )
 
 

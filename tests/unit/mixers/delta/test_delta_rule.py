@@ -212,56 +212,6 @@ def test_a_float32_state_is_resumed_exactly():
     assert torch.equal(state, final)
 
 
-def test_the_tokens_of_a_document_are_an_affine_map():
-    """S = M S₀ + C, with M and C from one call of more columns, as the chunked form states."""
-    call = Call((37, 5), h=2, G=2, K=6, V=3)
-    *inputs, state = (x.detach() for x in call.inputs())
-    _, final = in_chunks(*inputs, state, local=call.local)
-    query, key, value, log_decay, beta = inputs
-    eye = torch.eye(6, dtype=torch.float64).expand(2, 4, 6, 6)
-    both = torch.cat([torch.zeros_like(value).repeat(1, 1, 1, 2), value], -1)
-    _, maps = in_chunks(query, key, both, log_decay, beta, torch.cat([eye, 0 * state], -1), local=call.local)
-    torch.testing.assert_close(maps[..., :6] @ state + maps[..., 6:], final, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["query", "key", "value", "log_decay", "beta"])
-def test_a_nan_reaches_later_tokens_of_its_head_and_document_alone(name: str):
-    call = Call((5, 40, 7), G=2)
-    clean, broken = ([x.detach() for x in call.inputs()] for _ in range(2))
-    y, final = in_chunks(*clean, local=call.local)
-    for number in (torch.nan, torch.inf):
-        broken[NAMES.index(name)][0, 25, 1] = number
-        after, states = in_chunks(*broken, local=call.local)
-        heads, tokens = ([2, 3] if name in ("query", "key") else [1]), slice(25, 26 if name == "query" else 45)
-        assert not after[0, tokens][:, heads].isfinite().any()
-        after[0, tokens, heads] = y[0, tokens, heads]
-        torch.testing.assert_close(after, y)
-        if name != "query":
-            assert states[1, heads].isnan().all()
-            states[1, heads] = final[1, heads]
-        torch.testing.assert_close(states, final)
-
-
-def test_what_is_stored_is_linear_in_the_tokens():
-    """Inputs, X and a state for each group of chunks."""
-
-    def stored(T: int) -> int:
-        call, bytes_of = Call((T,), h=1, K=16, V=16), {}
-
-        def pack(x: Tensor) -> Tensor:
-            bytes_of[x.data_ptr()] = x.numel() * x.element_size()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            in_chunks(*call.inputs(torch.float32), local=call.local)
-        return sum(bytes_of.values())
-
-    short, long = stored(512), stored(1024)
-    assert long <= 2.1 * short
-    a_token = (4 * 16 + 2 + 16 * 16 / 32) * 4
-    assert long <= 1.1 * 1024 * a_token
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

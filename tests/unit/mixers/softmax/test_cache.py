@@ -62,20 +62,6 @@ def test_a_token_copies_no_keys(model: TostLM, lengths: tuple[int, ...]):
     assert copies.numbers < keys / 4
 
 
-def test_rows_of_different_lengths_decode_as_alone(model: TostLM):
-    lengths, more_BT = (70, 3, 41), ids(3, 300)
-    documents = ids(1, sum(lengths)).split(lengths, 1)
-    offsets = torch.tensor([0, 70, 73, 114], dtype=torch.int32)
-    state, logits = model(torch.cat(documents, 1), cu_seqlens=offsets).state, []
-    for token_B1 in more_BT.split(1, 1):
-        output = model(token_B1, state=state)
-        state = output.state
-        logits.append(output.logits)
-    for n, document in enumerate(documents):
-        alone = model(torch.cat([document, more_BT[n : n + 1]], 1)).logits[:, lengths[n] :]
-        assert_close(torch.cat(logits, 1)[n : n + 1], alone, rtol=0, atol=1e-10)
-
-
 def test_two_calls_that_continue_one_state_are_independent(model: TostLM):
     prompt, first, second = ids(2, 5), ids(2, 3), (ids(2, 3) + 1) % VOCAB
     state = model(prompt).state
@@ -89,13 +75,6 @@ def test_two_calls_that_continue_one_state_are_independent(model: TostLM):
         assert_close(logits, whole[:, 8:], rtol=0, atol=1e-10)
     for x, y in zip(kept, (x for layer in state.layers for x in layer), strict=True):
         assert torch.equal(x, y)
-
-
-def test_a_state_of_inference_mode_goes_on_outside(model: TostLM):
-    prompt, more = ids(1, 5), ids(1, 2)
-    with torch.inference_mode():
-        state = model(prompt).state
-    assert_close(model(more, state=state).logits, model(torch.cat([prompt, more], 1)).logits[:, 5:], rtol=0, atol=1e-10)
 
 
 def test_gradients_flow_to_the_state(model: TostLM):

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.measure import CHECKOUT
 from tost_lm.config import load_config
-from tost_lm.mixers.softmax.facts import SOFTMAX
+from tost_lm.mixers.softmax.spec import SOFTMAX
 from tost_lm.model import TostLM
 from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.pretrain.plan import estimate as plan

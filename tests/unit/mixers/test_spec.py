@@ -1,11 +1,11 @@
-"""The facts of each mixer against its layer."""
+"""The spec of each mixer against its layer."""
 
 import pytest
 import torch
 
-from tost_lm.mixers.facts import MixerFacts
 from tost_lm.mixers.layer import TokenMixer
-from tost_lm.mixers.registry import FACTS, MixerSettings, mixer_class
+from tost_lm.mixers.registry import SPECS, MixerSettings, mixer_class
+from tost_lm.mixers.spec import MixerSpec
 from tost_lm.model import ModelConfig
 
 pytestmark = pytest.mark.quick
@@ -26,29 +26,29 @@ def layer(letter: str, settings: dict) -> tuple[ModelConfig, TokenMixer]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("letter", FACTS)
+@pytest.mark.parametrize("letter", SPECS)
 def test_numbers_are_those_of_the_layer(letter: str, settings: dict):
-    facts, (config, mixer) = FACTS[letter], layer(letter, settings)
+    spec, (config, mixer) = SPECS[letter], layer(letter, settings)
     shape = config.shape_of(letter)
-    assert mixer.in_proj.weight.shape == (facts.channels_in(shape), config.width)
-    assert mixer.out_proj.weight.shape == (config.width, facts.channels_out(shape))
+    assert mixer.in_proj.weight.shape == (spec.channels_in(shape), config.width)
+    assert mixer.out_proj.weight.shape == (config.width, spec.channels_out(shape))
     own = {name: p for name, p in mixer.named_parameters() if not name.startswith(("in_proj.", "out_proj."))}
-    count, whole = facts.own_numbers(shape), [p for name, p in own.items() if name not in mixer.OF_HEADS]
+    count, whole = spec.own_numbers(shape), [p for name, p in own.items() if name not in mixer.OF_HEADS]
     assert count.decayed + count.vectors + count.replicated == sum(p.numel() for p in own.values())
     assert (count.replicated, count.replicated_tensors) == (sum(p.numel() for p in whole), len(whole))
     assert all(p.shape[0] % config.heads == 0 for name, p in own.items() if name in mixer.OF_HEADS)
 
 
-@pytest.mark.parametrize("letter", FACTS)
+@pytest.mark.parametrize("letter", SPECS)
 def test_each_mixer_owns_its_settings_and_what_others_ask(letter: str):
     kind = mixer_class(letter)
     assert issubclass(kind, TokenMixer)
-    assert FACTS[letter].folder in MixerSettings.model_fields
+    assert SPECS[letter].folder in MixerSettings.model_fields
     assert all(hasattr(kind.State, name) for name in ("_fields", "to_running_dtype"))
 
 
 def test_a_mixer_without_a_fact_cannot_be_made():
-    names = {name for name in MixerFacts.__abstractmethods__ if name != "launches"}
-    incomplete = type("Incomplete", (MixerFacts,), {name: lambda *_: None for name in names})
+    names = {name for name in MixerSpec.__abstractmethods__ if name != "launches"}
+    incomplete = type("Incomplete", (MixerSpec,), {name: lambda *_: None for name in names})
     with pytest.raises(TypeError, match=r"abstract method '?launches'?"):
         incomplete()

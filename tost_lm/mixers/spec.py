@@ -1,7 +1,7 @@
-"""The facts that the rest of the package asks of a token mixer. A mixer that lacks one without a usual value cannot be
-imported.
+"""The spec of a token mixer: what the rest of the package asks about it. A mixer whose spec lacks something without a
+usual value cannot be imported.
 
-Facts need no torch: settings, the resource plan and `--help` read them. Symbols: C channels, H heads, B sequences,
+A spec needs no torch: settings, the resource plan and `--help` read them. Symbols: C channels, H heads, B sequences,
 T tokens, e bytes of an element.
 """
 
@@ -94,7 +94,7 @@ class Plugin(NamedTuple):
     sha256: str
 
 
-class MixerFacts(ABC):
+class MixerSpec(ABC):
     """Everything that is known of a mixer without its code."""
 
     letter: str
@@ -227,8 +227,8 @@ class MixerFacts(ABC):
         return (2 * forwards + 3) * self.stored_bytes(load)
 
 
-class RecurrentFacts(MixerFacts):
-    """Facts of a mixer with a state of constant size, which sequence ranks exchange."""
+class RecurrentSpec(MixerSpec):
+    """Spec of a mixer with a state of constant size, which sequence ranks exchange."""
 
     def kept_tokens(self, shape: MixerShape) -> int | None:
         return 0
@@ -243,8 +243,8 @@ class RecurrentFacts(MixerFacts):
         return self.state_bytes(load)
 
 
-class AffineFacts(RecurrentFacts):
-    """Facts of a mixer whose tokens map its state affinely, by `tost_lm.ops.affine`; its states are float64."""
+class AffineSpec(RecurrentSpec):
+    """Spec of a mixer whose tokens map its state affinely, by `tost_lm.ops.affine`; its states are float64."""
 
     @abstractmethod
     def map_bytes(self, load: Load) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Facts of softmax attention layers: see `tost_lm.mixers.facts`.
+"""Spec of softmax attention layers: see `tost_lm.mixers.spec`.
 
 C channels are those of the queries of all heads. Products: 4·C·p forward for a token that attends to p tokens (q·k and
 Π·v), and twice that backward. Over a document of T tokens, p is (T + 1)/2 on average; with a window W < T, it is
@@ -17,12 +17,12 @@ Sequence ranks gather keys and values of all tokens of a tile, or of the last w 
 what was received. Without a window they gather those of the earlier tiles one by one, and again.
 """
 
-from tost_lm.mixers.facts import BLOCK_LAUNCHES, NO_FLOPS, Flops, GatheredTokens, Load, MixerFacts, OwnNumbers
 from tost_lm.mixers.shape import Rotary
 from tost_lm.mixers.softmax.settings import Sizes, SoftmaxShape
+from tost_lm.mixers.spec import BLOCK_LAUNCHES, NO_FLOPS, Flops, GatheredTokens, Load, MixerSpec, OwnNumbers
 
 
-class SoftmaxFacts(MixerFacts):
+class SoftmaxSpec(MixerSpec):
     letter = "A"
     folder = "softmax"
     name = "softmax attention"
@@ -137,4 +137,4 @@ class SoftmaxFacts(MixerFacts):
         return GatheredTokens(min(here, max(1, window - 1)) if window else here, 2 * Sizes.of(load.shape).keys)
 
 
-SOFTMAX = SoftmaxFacts()
+SOFTMAX = SoftmaxSpec()

@@ -1,4 +1,4 @@
-"""Facts of delta layers: see `tost_lm.mixers.facts`.
+"""Spec of delta layers: see `tost_lm.mixers.spec`.
 
 Symbols: h key heads of K channels, H value heads of V channels, E = 2·h·K + H·V convolved channels.
 
@@ -27,10 +27,10 @@ from tost_lm.mixers.delta.settings import (
     DeltaShape,
     Sizes,
 )
-from tost_lm.mixers.facts import BLOCK_LAUNCHES, AffineFacts, Flops, Load, OwnNumbers
+from tost_lm.mixers.spec import BLOCK_LAUNCHES, AffineSpec, Flops, Load, OwnNumbers
 
 
-class DeltaFacts(AffineFacts):
+class DeltaSpec(AffineSpec):
     letter = "D"
     folder = "delta"
     name = "gated delta rule"
@@ -110,4 +110,4 @@ class DeltaFacts(AffineFacts):
         return load.element_bytes * Sizes.of(load.shape).convolved * (CONV_TAPS - 1)
 
 
-DELTA = DeltaFacts()
+DELTA = DeltaSpec()

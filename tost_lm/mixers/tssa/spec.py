@@ -1,4 +1,4 @@
-"""Facts of TSSA layers: see `tost_lm.mixers.facts`.
+"""Spec of TSSA layers: see `tost_lm.mixers.spec`.
 
 Operations for each token and layer, for any length (`chunked.py`; signs and comparisons are not counted):
 
@@ -29,12 +29,12 @@ of other tensor ranks, 4 bytes a rank. A state, and what sequence ranks exchange
 ranks exchange one number per token for the softmax over all heads, and three in its backward.
 """
 
-from tost_lm.mixers.facts import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentFacts
+from tost_lm.mixers.spec import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentSpec
 from tost_lm.mixers.tssa.settings import TssaShape
 from tost_lm.sizes import CPU_CHUNK_ELEMENTS, TRITON_CHUNK_TOKENS
 
 
-class TssaFacts(RecurrentFacts):
+class TssaSpec(RecurrentSpec):
     letter = "T"
     folder = "tssa"
     name = "TSSA"
@@ -87,4 +87,4 @@ class TssaFacts(RecurrentFacts):
         return forwards * (4 * e * C + C + 8 * H) + 7 * e * C + 1.75 * C + 20 * H
 
 
-TSSA = TssaFacts()
+TSSA = TssaSpec()
