@@ -5,7 +5,6 @@ Shapes as in `phases`: M = B·T tokens of a flat sequence, H heads, D channels a
 
 import os
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +12,15 @@ from torch import Tensor
 from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa import chunked
 from tost_lm.mixers.tssa.autograd import CausalTssa
-from tost_lm.mixers.tssa.phases import PhasedBackend, UniformMemberships
+from tost_lm.mixers.tssa.phases import PhasedBackend, Phases, UniformMemberships
 from tost_lm.mixers.tssa.statistics import Membership, TssaState
 from tost_lm.ops.layout import document_layout, int64_tensor
 
 BACKENDS = ("chunked", "triton")
 
 
-def choose(name: str | None, w_BTHD: Tensor) -> Any:
-    """The `Phases` of a backend; None: of the default for w. Raises ValueError if it is unknown or cannot run."""
+def choose(name: str | None, w_BTHD: Tensor) -> Phases:
+    """The phases of a backend; None: of the default for w. Raises ValueError if it is unknown or cannot run."""
     if name not in (None, *BACKENDS):
         raise ValueError(f"unknown backend: {name!r}; use one of {', '.join(BACKENDS)}, or None for the default")
     obstacle = obstacle_to_triton(w_BTHD)
