@@ -172,7 +172,7 @@ def _guarded(where: str, call: Callable[[], T]) -> T:
         return call()
     except ImportError as error:
         raise DataError(f"{where}: cannot be read without the package {error.name}: pip install {error.name}") from None
-    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow raises these too
+    except (OSError, ValueError, NotImplementedError, RecursionError) as error:  # pyarrow and json raise these
         lines = str(error).strip().splitlines()
         problem = lines[0] if lines else type(error).__name__
         raise DataError(f"{where}: cannot be read: {problem}; correct, replace or remove the file") from None

@@ -1,18 +1,18 @@
 """Plain text and JSON, also compressed.
 
 Files of JSON lines and plain text are cut into blocks at line ends without parsing. The items of a JSON array become
-JSON lines, one at a time.
+JSON lines.
 """
 
 import codecs
 import io
 import json
 import os
-import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.sources.blocks import ROW_LIMIT, CorpusFormat, Source, SourceBlock, blocks_of_rows, too_long
@@ -21,6 +21,9 @@ from tost_lm.remote import open_file
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 """Endings of compressed text and JSON, and pyarrow's name of the codec."""
+ARRAY_LIMIT = 1 << 28
+"""Bytes of the longest array. Its items take several times as many."""
+FIRST_BYTES = 1 << 16
 
 
 class ByteStream:
@@ -104,72 +107,18 @@ def text_block(path: Path, offset: int, block_bytes: int) -> Iterator[SourceBloc
         yield SourceBlock(payload, 1, 1, len(payload), stream.consumed())
 
 
-FIRST_BYTES = 1 << 16
-READ_BYTES = 1 << 20
-FIRST = re.compile(r"\[[ \t\r\n]*(\])?")
-NEXT = re.compile(r"[ \t\r\n]*(?:,|(\]))[ \t\r\n]*")
-SCAN = json.JSONDecoder(parse_int=str, parse_float=str, strict=False).raw_decode
-"""Finds the end of an item, even of one with control characters that JSON forbids.
-
-Of ijson's parsers one writes "?" for lone surrogates and one holds the whole file.
-"""
-LONGEST_TOKEN = 16
-"""At least the characters of a JSON token (other than a string) that the end of the text read so far may cut."""
-
-
-def array_blocks(path: Path, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
-    """Blocks of JSON lines, one item a line, from item `offset`."""
+def array_blocks(path: Path, size: int, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
+    """Blocks of JSON lines, one item a line, from item `offset`. The whole array is in memory."""
     with ByteStream(path) as stream:
-        yield from blocks_of_rows(_items(path, stream), offset, block_bytes, lambda _: stream.consumed())
+        data = stream.read(ARRAY_LIMIT + 1)
+    if len(data) > ARRAY_LIMIT:
+        raise DataError(f"{path}: an array of more than {ARRAY_LIMIT >> 20} MiB; convert it to JSON lines")
+    items = json.loads(data)
+    yield from blocks_of_rows(map(_line, items), offset, block_bytes, lambda number: size * number // len(items))
 
 
-def _first_bytes(stream: ByteStream) -> bytes:
-    """Some bytes that begin with the first non-blank one."""
-    while head := stream.read(FIRST_BYTES):
-        if head := head.lstrip():
-            return head
-    return b""
-
-
-def _items(path: Path, stream: ByteStream) -> Iterator[bytes]:
-    """The items as the file has them, each on one line.
-
-    A newline becomes a carriage return: equivalent between tokens, and equally forbidden in strings.
-    """
-    decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
-    text, at, pattern, number, ended = decode(_first_bytes(stream)), 0, FIRST, 0, False
-    while match := pattern.match(text, at):
-        if match[1]:
-            if text[match.end() :].strip() or _first_bytes(stream):
-                raise DataError(f"{path}: text follows the end of the array; remove it")
-            return
-        begin = match.end()
-        end = _item_end(text, begin, ended, f"{path}, item {number}")
-        if end:
-            yield text[begin:end].replace("\n", "\r").encode(errors="surrogateescape")
-            at, pattern, number = end, NEXT, number + 1
-            continue
-        if len(text) - at > ROW_LIMIT:
-            raise too_long(f"{path}, item {number}", ROW_LIMIT)
-        more = stream.read(max(READ_BYTES, len(text) - at))  # doubles, so that a long item is scanned only a few times
-        text, at, ended = text[at:] + decode(more, not more), 0, not more
-
-
-def _item_end(text: str, begin: int, ended: bool, where: str) -> int | None:
-    """Where an item ends; None if the item or the sign after it is not read yet."""
-    try:
-        _, end = SCAN(text, begin)
-        if NEXT.match(text, end):
-            return end
-        problem, place = "Expecting ',' delimiter", end + len(text[end:]) - len(text[end:].lstrip())
-    except json.JSONDecodeError as error:
-        problem, place = error.msg, error.pos
-    except RecursionError:
-        raise DataError(f"{where}: nested too deeply; correct or remove the item") from None
-    incomplete = problem.startswith("Unterminated") or place > len(text) - LONGEST_TOKEN
-    if ended or not incomplete:
-        raise DataError(f"{where}: not JSON: {problem}; correct the file")
-    return None
+def _line(item: Any) -> bytes:
+    return json.dumps(item).encode()
 
 
 def _open_text(path: Path, size: int, corpus: CorpusConfig) -> Source:
@@ -185,8 +134,8 @@ def _open_lines(path: Path, size: int, corpus: CorpusConfig) -> Source:
 def _open_json(path: Path, size: int, corpus: CorpusConfig) -> Source:
     """A file that begins as an array is one; any other holds JSON lines."""
     with ByteStream(path) as stream:
-        is_array = _first_bytes(stream).startswith(b"[")
-    return Source("lines", "item", partial(array_blocks, path)) if is_array else _open_lines(path, size, corpus)
+        is_array = stream.read(FIRST_BYTES).lstrip().startswith(b"[")
+    return Source("lines", "item", partial(array_blocks, path, size)) if is_array else _open_lines(path, size, corpus)
 
 
 TEXT = CorpusFormat((".txt", ".md"), _open_text, may_be_compressed=True)
