@@ -153,7 +153,12 @@ def _lines(recorded: dict[str, Any], new: PretrainConfig) -> list[str]:
     # An earlier version had no such setting; it trained as the default value does.
     defaults = {path: default_of(PretrainConfig, path) for path in ours.keys() - known.keys()}
     lines = differences_of_trees(defaults | known, ours)
-    return [line for line in lines if not line.startswith("model.context_length")]  # it follows from train.seq_len
+    # The context follows from train.seq_len.
+    return [x for x in lines if x.partition(".")[0] not in CARRIED_OUT and not x.startswith("model.context_length")]
+
+
+CARRIED_OUT = {"validation", "evaluation", "launch", "parallel", "deepspeed", "memory", "checkpoint", "run"}
+"""Sections that do not identify a run. A record has default values of them, perhaps those of an earlier version."""
 
 
 MAY_CHANGE = {"train.steps", "optim.warmup_steps"}

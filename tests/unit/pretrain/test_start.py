@@ -118,6 +118,14 @@ def test_a_setting_that_an_earlier_version_lacked_had_its_default():
     assert changes(recorded, config(model={"init_std": 0.05})) == ["model.init_std: 0.02 → 0.05"]
 
 
+def test_a_setting_that_an_earlier_version_had_beside_what_is_trained_changes_nothing():
+    recorded = settings_of(config())
+    recorded["memory"]["every"] = 1
+    assert changes(recorded, config()) == []
+    recorded["model"]["every"] = 1
+    assert changes(recorded, config()) == ["model.every: 1 → not set"]
+
+
 def test_a_checkpoint_of_another_run_is_refused(run: Path):
     """Copied into the run folder, with the same model and shards."""
     write_run(config(run={"name": "s"}, train={"seed": 5}, optim={"lr": 0.5}), "s")
