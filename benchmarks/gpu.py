@@ -9,8 +9,8 @@ two ranks on the GPU in each parallel layout, of which one is killed; the same l
 the tests that need a GPU; a compiled step of the recipe delta_350m. At its time limit a part gets SIGINT, ten seconds
 later SIGKILL. Whatever ends it, its results so far and the end of its output are stored, and the next part runs. It
 runs from a checkout with torch, triton, numpy, pytest, safetensors, xxhash and pydantic; DeepSpeed, megatron-core and
-fla-core are used where they can be imported. Output: a table and all values in results/benchmarks/, from where `tost
-plan` takes its constants for this GPU, and the output of each part in results/benchmarks/gpu/.
+fla-core are used where they can be imported. Output: a table and all values in results/benchmarks/, and the output of
+each part in results/benchmarks/gpu/.
 """
 
 import json
@@ -50,9 +50,9 @@ if __name__ == "__main__":
 
 from benchmarks import measure  # noqa: E402
 from benchmarks.gpu_settings import PARTS, GpuBenchmarkConfig  # noqa: E402
+from benchmarks.measure import RESULTS, results_file  # noqa: E402
 from tost_lm.config import run_program  # noqa: E402
 from tost_lm.errors import TostError  # noqa: E402
-from tost_lm.pretrain.plan.settings import RESULTS, results_file  # noqa: E402
 
 OUTPUTS = RESULTS / "gpu"
 

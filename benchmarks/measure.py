@@ -27,10 +27,10 @@ from pydantic import Field, PositiveInt
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.files import write_atomically
-from tost_lm.pretrain.plan.settings import RESULTS, results_file
 from tost_lm.version import VERSION, git_commit
 
 CHECKOUT = Path(__file__).parents[1]
+RESULTS = Path("results/benchmarks")
 NOT_TRIED = {"failed": "–"}
 CPU_MEMORY_LIMIT = 0.8  # fraction of the free memory; a cell that needs more fails before the machine swaps
 EXPECTED_FAILURES = {
@@ -38,6 +38,11 @@ EXPECTED_FAILURES = {
     "No available kernel": "no such kernel",
     "cannot import name .* from 'torch": "not in this torch",
 }
+
+
+def results_file(benchmark: str, device: str) -> Path:
+    """Where a benchmark stores what it measured on this device; in the working folder, as runs/."""
+    return RESULTS / f"{benchmark}_{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
 def run_cell(function: str, *, device: str, limit_s: float, **arguments: Any) -> dict[str, Any]:

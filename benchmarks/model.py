@@ -24,7 +24,7 @@ from benchmarks.measure import call_seconds, interleaved_seconds, peak_extra_byt
 from tost_lm.config import Section, run_program, validate
 from tost_lm.inference.generation import state_bytes
 from tost_lm.mixers.softmax.cache import KeyValueState
-from tost_lm.mixers.tssa.naive import TssaState
+from tost_lm.mixers.tssa.statistics import TssaState
 from tost_lm.model import LMState, ModelConfig, TostLM
 from tost_lm.model.config import PRESETS
 from tost_lm.model.streaming import TILE_TOKENS, prefill

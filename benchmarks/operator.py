@@ -29,13 +29,12 @@ from torch.nn.functional import scaled_dot_product_attention, silu, softplus
 
 from benchmarks import measure
 from benchmarks.measure import call_seconds, interleaved_seconds, median_seconds, peak_extra_bytes
+from benchmarks.plain import tssa_formulas
 from tost_lm.config import Section, run_program
 from tost_lm.mixers.delta.layer import initial_decays, unit_length
 from tost_lm.mixers.delta.operator import delta_rule
 from tost_lm.mixers.delta.settings import CHUNK_TOKENS, CONV_TAPS, GROUP_CHUNKS, GROUP_ELEMENTS
-from tost_lm.mixers.tssa import naive
 from tost_lm.mixers.tssa.causal import causal_tssa
-from tost_lm.mixers.tssa.naive import TssaState
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.short_conv import short_conv
 
@@ -266,17 +265,13 @@ def _operator(rival: str) -> Callable[..., Tensor]:
     if rival == OURS:
         return lambda w, temp, bias: causal_tssa(w, temp, bias)[0]
     if rival == NAIVE:
-        return lambda w, temp, bias: causal_tssa(w, temp, bias, backend="naive")[0]
+        return tssa_formulas
     if rival == DELTA:
         return delta_of_layer
     if rival == SOFTMAX:
         return lambda *qkv: scaled_dot_product_attention(*qkv, is_causal=True)
 
-    def formulas(w: Tensor, temp_H: Tensor, bias_HT: Tensor) -> Tensor:
-        state = TssaState.empty(len(w), *w.shape[2:], like=w)
-        return naive.causal_tssa(w, temp_H, bias_HT.T, "energy-share", state)[0]
-
-    return torch.compile(formulas, dynamic=True)
+    return torch.compile(tssa_formulas, dynamic=True)
 
 
 def delta_of_layer(

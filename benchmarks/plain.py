@@ -19,7 +19,7 @@ from torch.nn.functional import (
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.mixers.delta.layer import unit_length
 from tost_lm.mixers.delta.settings import CONV_TAPS
-from tost_lm.mixers.tssa.naive import ENERGY_FLOOR
+from tost_lm.mixers.tssa.statistics import ENERGY_FLOOR
 from tost_lm.model import ModelConfig
 from tost_lm.ops.positions import apply_rotary, rotary_cos_sin
 from tost_lm.ops.precision import MASS_FLOOR
@@ -70,14 +70,19 @@ def plain_loss(model: TiledLM, tokens_BT: Tensor, labels_BT: Tensor, block: Call
 
 
 def _tssa(layer: Any, x_BTC: Tensor, _rotary: object) -> Tensor:
-    """TSSA as the released training program computes it."""
-    w_BHTD = layer.in_proj(x_BTC).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
+    w_BTHD = layer.in_proj(x_BTC).unflatten(-1, (layer.heads, -1))
+    return layer.out_proj(tssa_formulas(w_BTHD, layer.temp, layer.denom_bias[:, : x_BTC.shape[1]]).flatten(-2))
+
+
+def tssa_formulas(w_BTHD: Tensor, temp_H: Tensor, bias_HT: Tensor) -> Tensor:
+    """TSSA as the released training program computes it, [B, T, H, D]."""
+    w_BHTD = w_BTHD.transpose(1, 2)
     w_sq = w_BHTD.square()
-    share = w_sq / w_sq.cumsum(-2).clamp_min(ENERGY_FLOOR) + layer.denom_bias[:, : x_BTC.shape[1], None]
-    pi_BHT = (share.sum(-1) * layer.temp[:, None]).softmax(1)
+    share = w_sq / w_sq.cumsum(-2).clamp_min(ENERGY_FLOOR) + bias_HT[..., None]
+    pi_BHT = (share.sum(-1) * temp_H[:, None]).softmax(1)
     moment = (w_sq * pi_BHT[..., None]).cumsum(-2) / (pi_BHT.cumsum(-1) + MASS_FLOOR)[..., None]
     y_BHTD = -(w_BHTD * pi_BHT[..., None]) * (1 / (1 + moment))
-    return layer.out_proj(y_BHTD.transpose(1, 2).flatten(-2))
+    return y_BHTD.transpose(1, 2)
 
 
 def _attention(layer: Any, x_BTC: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticUndefined
 
 from tost_lm.errors import ConfigError, TostError, did_you_mean, printable
 from tost_lm.files import regular_file
@@ -225,6 +225,16 @@ def differences_of_trees(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     pairs = {path: (old_values.get(path), new_values.get(path)) for path in {**old_values, **new_values}}
     in_words = lambda value: "not set" if value is None else toml_value(value)
     return [f"{path}: {in_words(a)} → {in_words(b)}" for path, (a, b) in pairs.items() if a != b]
+
+
+def default_of(kind: Any, path: str) -> Any:
+    """The default value of the setting `a.b.c` of a configuration class; None if it has none."""
+    name, _, rest = path.partition(".")
+    field = getattr(kind, "model_fields", {}).get(name)
+    if field is None or rest:
+        return field and default_of(field.annotation, rest)
+    default = field.get_default(call_default_factory=True)
+    return None if default is PydanticUndefined else default
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tost_lm.data.shards import Concatenation, Shards
 from tost_lm.errors import DataError
 from tost_lm.mixers.tssa.layer import TssaMixer, bias_of
-from tost_lm.mixers.tssa.naive import TssaState, memberships, token_scores
+from tost_lm.mixers.tssa.statistics import TssaState, memberships, token_scores
 from tost_lm.model import LMState, TostLM
 from tost_lm.model.block import Block
 from tost_lm.model.streaming import to_running_dtype

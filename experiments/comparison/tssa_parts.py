@@ -26,7 +26,7 @@ from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.mixers.plugins import register
 from tost_lm.mixers.shape import MixerShape
 from tost_lm.mixers.spec import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentSpec
-from tost_lm.mixers.tssa.naive import ENERGY_FLOOR
+from tost_lm.mixers.tssa.statistics import ENERGY_FLOOR
 from tost_lm.ops.exchange import Decay, exchange
 from tost_lm.ops.initialization import InitialValue, Normal, set_own_constants
 from tost_lm.ops.layout import LocalDocuments

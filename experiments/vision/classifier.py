@@ -16,11 +16,11 @@ from experiments.vision.settings import VisionConfig
 from tost_lm.errors import ConfigError
 from tost_lm.mixers.softmax.layer import SoftmaxMixer
 from tost_lm.mixers.tssa.layer import TssaMixer
-from tost_lm.mixers.tssa.naive import TssaState, tssa
+from tost_lm.mixers.tssa.statistics import TssaState
 from tost_lm.model.block import Block, LayerNorm, LayerScale
 from tost_lm.model.config import ModelConfig
 from tost_lm.ops.positions import SequenceInfo
-from tost_lm.ops.precision import statistics_dtype
+from tost_lm.ops.precision import MASS_FLOOR, statistics_dtype
 
 CLASS_BLOCKS = 2
 NORM_EPSILON = 1e-6
@@ -28,6 +28,8 @@ INITIAL_STD = 0.02
 FOURIER_FEATURES = 32
 """Number for each coordinate of a patch."""
 FOURIER_BASE = 10000.0
+NORM_FLOOR = 1e-12
+"""Lower bound of the norm of a channel over the tokens of an image."""
 
 
 class PatchConvolutions(nn.Module):
@@ -80,6 +82,21 @@ class StochasticDepth(LayerScale):
             return x_BTC
         kept = 1 - self.rate
         return x_BTC * (x_BTC.new_empty(len(x_BTC), 1, 1).bernoulli_(kept) / kept)
+
+
+def bidirectional_scores(w_sq_BTHD: Tensor, temp_H: Tensor) -> Tensor:
+    """Scores z = temp · Σ_d w²/S1 of the bidirectional form, [B, T, H]; S1 is the sum over all tokens."""
+    energy_B1HD = w_sq_BTHD.sum(1, keepdim=True).clamp_min(NORM_FLOOR**2)
+    return temp_H * (w_sq_BTHD / energy_B1HD).sum(-1)
+
+
+def tssa(w_BTHD: Tensor, temp_H: Tensor) -> Tensor:
+    """Bidirectional TSSA, the operator of the paper, of B documents: y [B, T, H, D]."""
+    dtype = statistics_dtype(w_BTHD)
+    w_sq_BTHD = w_BTHD.to(dtype).square()
+    pi_BTH1 = bidirectional_scores(w_sq_BTHD, temp_H.to(dtype)).softmax(-1)[..., None]
+    second_moment_B1HD = (pi_BTH1 * w_sq_BTHD).sum(1, keepdim=True) / (pi_BTH1.sum(1, keepdim=True) + MASS_FLOOR)
+    return (-pi_BTH1 * w_BTHD.to(dtype) / (1 + second_moment_B1HD)).to(w_BTHD.dtype)
 
 
 class BidirectionalTssa(TssaMixer):

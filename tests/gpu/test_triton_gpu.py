@@ -19,7 +19,7 @@ from triton_cases import (
 )
 
 from tost_lm.mixers.tssa.causal import causal_tssa
-from tost_lm.mixers.tssa.naive import Membership
+from tost_lm.mixers.tssa.statistics import Membership
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)

@@ -8,8 +8,8 @@ from agreement import NAMES, Call, Results, draw_call, errors
 from torch import Tensor
 
 from tost_lm.mixers.tssa.causal import causal_tssa
-from tost_lm.mixers.tssa.naive import TssaState
 from tost_lm.mixers.tssa.phases import UniformMemberships
+from tost_lm.mixers.tssa.statistics import TssaState
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.parallel.mesh import Axis, all_gather, all_reduce, build_mesh, start_world
 from tost_lm.parallel.sequence import RankShard

@@ -26,17 +26,17 @@ Item = TypeVar("Item")
 
 
 @contextmanager
-def joined_ranks(parallel: RanksConfig, *, copies: bool = False, graceful_stop: bool = False) -> Iterator["Ranks"]:
+def joined_ranks(parallel: RanksConfig, *, copies: bool = False) -> Iterator["Ranks"]:
     """The ranks of this launch, one without a launcher. Inside the block, only rank 0 prints.
 
     Args:
-        copies: the program can divide its work among several copies of the model.
-        graceful_stop: the program calls `Ranks.beat` between model calls, and several ranks stop there on SIGTERM.
+        copies: the program divides its work among several copies of the model, and calls `Ranks.beat` between model
+            calls, where several ranks stop on SIGTERM.
 
     Raises:
         ConfigError: tensor × sequence does not fit the number of ranks, or megatron-core is not installed.
         LostRankError: as `watch_ranks`.
-        Terminated: on all ranks, SIGTERM was received; with `graceful_stop`.
+        Terminated: on all ranks, SIGTERM was received; with `copies`.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     _check(parallel, size, copies)
@@ -50,12 +50,12 @@ def joined_ranks(parallel: RanksConfig, *, copies: bool = False, graceful_stop: 
     world, stop, terminated = start_world(pick_device()), StopRequest(), False
     with (
         Path(os.devnull).open("w") as devnull,
-        watch_ranks(on_terminate=stop.request if graceful_stop else None),
+        watch_ranks(on_terminate=stop.request if copies else None),
         redirect_stdout(devnull if world.rank else sys.stdout),
     ):
         mesh = build_mesh(world, ParallelConfig(tensor=parallel.tensor, sequence=parallel.sequence))
         try:
-            if graceful_stop:
+            if copies:
                 yield Ranks(world.rank, mesh, stop.check, stop.wait_for_copies)
                 stop.check()
             else:

@@ -1,8 +1,7 @@
 """The interface of a mixer's layer. Shapes: B sequences, T tokens, C channels, H heads, M = B·T, N documents."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -34,35 +33,12 @@ class HeadSoftmax(Protocol):
         ...
 
 
-class GrowingState(ABC):
-    """A state between tiles of training that keeps something of every tile. States of later tiles share it, and the
-    backward of each tile adds to its gradients."""
-
-    @property
-    @abstractmethod
-    def statistics(self) -> list[Tensor]:
-        """The tensors that the last tile added."""
-
-    @property
-    @abstractmethod
-    def gradients(self) -> list[Tensor | None]:
-        """The gradients of `statistics`."""
-
-    @abstractmethod
-    def change(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Apply a function to what the last tile added, for all states that share it."""
-
-    @abstractmethod
-    def collect_gradients(self) -> Self:
-        """Begin sums of the gradients that later tiles add to."""
-
-
 class TokenMixer(nn.Module):
     """A layer between two projections, `in_proj` and `out_proj`. It is built from a `MixerShape`."""
 
     State: ClassVar[type[Any]]
     """A NamedTuple of tensors, [N, …]; its method `to_running_dtype` prepares it for any number of further tokens."""
-    TileState: ClassVar[type[GrowingState] | None] = None
+    TileState: ClassVar[type[Any] | None] = None
     """The state between tiles of training, if it is of another type."""
     OF_HEADS: ClassVar[tuple[str, ...]] = ()
     """Parameters with a row for each head, beside the projections."""

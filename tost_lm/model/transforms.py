@@ -28,7 +28,6 @@ def apply_activation_checkpointing(
     model: TostLM,
     *,
     activation_checkpointing: Literal["none", "mixers", "full"] = "none",
-    activation_checkpointing_every: int = 1,
     mlp_tile_tokens: int | None = None,
     context_fn: Callable[[], Any] = noop_context_fn,
 ) -> TostLM:
@@ -37,7 +36,6 @@ def apply_activation_checkpointing(
     Args:
         activation_checkpointing: `full` stores the input of a block and computes the block again in the backward;
             `mixers` does so with the branch of the token mixer.
-        activation_checkpointing_every: only every n-th block, from the first on.
         mlp_tile_tokens: the MLP branch of each block (norm, MLP, LayerScale, sum) reads this many tokens of a row at a
             time, stores its input only, and is computed again. Activations of its hidden channels exist for one tile at
             a time. With sequence or tensor ranks, the tokens are those of this rank's residual stream.
@@ -46,10 +44,9 @@ def apply_activation_checkpointing(
     """
     again = partial(checkpoint, **OPTIONS, context_fn=context_fn)
     mlp = no_checkpoint if mlp_tile_tokens is None else partial(_in_tiles, mlp_tile_tokens)
-    for n, block in enumerate(model.blocks):
+    whole, mixer = (again if activation_checkpointing == kind else no_checkpoint for kind in ("full", "mixers"))
+    for block in model.blocks:
         assert isinstance(block, Block)
-        kind = activation_checkpointing if n % activation_checkpointing_every == 0 else "none"
-        whole, mixer = (again if kind == wanted else no_checkpoint for wanted in ("full", "mixers"))
         block.set_checkpoints(whole, mlp, mixer)
     return model
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tost_lm.config import differences, differences_of_trees, validate
+from tost_lm.config import default_of, differences, differences_of_trees, leaves, validate
 from tost_lm.data.loader import Corpora
 from tost_lm.data.stages import StageRecord
 from tost_lm.errors import ConfigError, DataError
@@ -149,7 +149,10 @@ def changes(recorded: dict[str, Any], new: PretrainConfig) -> list[str]:
 
 
 def _lines(recorded: dict[str, Any], new: PretrainConfig) -> list[str]:
-    lines = differences_of_trees(recorded, settings_of(new))
+    known, ours = dict(leaves(recorded)), dict(leaves(settings_of(new)))
+    # An earlier version had no such setting; it trained as the default value does.
+    defaults = {path: default_of(PretrainConfig, path) for path in ours.keys() - known.keys()}
+    lines = differences_of_trees(defaults | known, ours)
     return [line for line in lines if not line.startswith("model.context_length")]  # it follows from train.seq_len
 
 

@@ -77,7 +77,6 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
     apply_activation_checkpointing(
         model,
         activation_checkpointing=config.memory.activation_checkpointing,
-        activation_checkpointing_every=config.memory.activation_checkpointing_every,
         mlp_tile_tokens=config.memory.mlp_tile_tokens,
         context_fn=checkpoint_context(mesh),
     )

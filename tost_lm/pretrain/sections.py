@@ -150,19 +150,8 @@ class MemoryConfig(Section):
     """Keep the states between tiles in host memory. An A layer has a window of keys and values for each tile."""
     activation_checkpointing: Literal["none", "mixers", "full"] = "none"
     """`full`: store only the input of each block, and what it received from other ranks, and compute the block again in the backward: a third more matrix products. `mixers`: the same with the branch of the token mixer; for MLPs see mlp_tile_tokens."""
-    activation_checkpointing_every: int = Field(default=1, gt=0)
-    """Only every n-th block, from the first on; the others store all."""
     mlp_tile_tokens: int | None = Field(default=None, gt=0)
     """Compute the MLP of each block in tiles of this many tokens of a row, each again in the backward: activations of its hidden channels exist for one tile only. Without it whole rows are stored."""
-
-    @model_validator(mode="after")
-    def _every_block_of_a_kind(self) -> "MemoryConfig":
-        if self.activation_checkpointing_every > 1 and self.activation_checkpointing == "none":
-            raise ValueError(
-                f"memory.activation_checkpointing_every {self.activation_checkpointing_every} has no effect with "
-                "memory.activation_checkpointing none: set full or mixers"
-            )
-        return self
 
 
 class ValidationConfig(Section):

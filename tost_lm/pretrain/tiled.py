@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.layer import GrowingState
+from tost_lm.mixers.softmax.tiles import KeyValueTiles
 from tost_lm.model.block import LMOutput, LMState
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
@@ -285,7 +285,7 @@ def _with_next(batches: Sequence[TileBatch]) -> Iterator[tuple[TileBatch, TileBa
 
 def _map_state(state: LMState, change: Callable[[Tensor], Tensor]) -> LMState:
     def of_layer(layer: Any) -> Any:
-        return layer.change(change) if isinstance(layer, GrowingState) else type(layer)(*map(change, layer))
+        return layer.change(change) if isinstance(layer, KeyValueTiles) else type(layer)(*map(change, layer))
 
     return LMState(tuple(map(of_layer, state.layers)), state.positions)
 
@@ -299,7 +299,7 @@ def _leaf_state(state: LMState | None, device: torch.device) -> LMState | None:
         return x.to(device).detach().requires_grad_(x.is_floating_point())
 
     def of_layer(layer: Any) -> Any:
-        return layer.collect_gradients() if isinstance(layer, GrowingState) else type(layer)(*map(leaf, layer))
+        return layer.collect_gradients() if isinstance(layer, KeyValueTiles) else type(layer)(*map(leaf, layer))
 
     return LMState(tuple(map(of_layer, state.layers)), state.positions)
 
@@ -315,13 +315,13 @@ def _gradients(state: LMState) -> list[Tensor | None]:
         d
         for layer in state.layers
         for d in (
-            layer.gradients if isinstance(layer, GrowingState) else [x.grad for x in layer if x.is_floating_point()]
+            layer.gradients if isinstance(layer, KeyValueTiles) else [x.grad for x in layer if x.is_floating_point()]
         )
     ]
 
 
 def _tensors(layer: Any) -> Sequence[Tensor]:
-    return layer.statistics if isinstance(layer, GrowingState) else layer
+    return layer.statistics if isinstance(layer, KeyValueTiles) else layer
 
 
 def _no_logits() -> Tensor:

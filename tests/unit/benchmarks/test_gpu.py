@@ -1,4 +1,4 @@
-"""benchmarks.gpu, all of it with small sizes on the CPU, and the plan that takes its constants from the results."""
+"""benchmarks.gpu, all of it with small sizes on the CPU."""
 
 import json
 import os
@@ -16,10 +16,8 @@ from benchmarks import gpu
 from benchmarks.gpu_ranks import LAYOUTS
 from benchmarks.gpu_settings import PARTS, GpuBenchmarkConfig
 from benchmarks.gpu_two_ranks import compared
-from benchmarks.measure import CHECKOUT, read_cells
-from tost_lm.config import load_config
-from tost_lm.errors import ConfigError, TostError
-from tost_lm.pretrain.plan.settings import PlanConfig, results_file
+from benchmarks.measure import CHECKOUT, read_cells, results_file
+from tost_lm.errors import TostError
 
 OTHERS = ("deepspeed", "megatron", "fla", "sentencepiece", "psutil", "datasets", "wandb", "tqdm", "hypothesis")
 VICTIM = "delta step"
@@ -93,31 +91,3 @@ def test_losses_that_differ_fail():
     assert "failed" not in compared([6.0, 5.0], [6.0, 5.004])
     assert compared([6.0, 5.0], [6.0, 5.006])["failed"] == "losses differ by 1.2e-03"
     assert "failed" in compared([6.0, float("nan")], [6.0, 5.0])
-
-
-def test_a_plan_takes_its_constants_from_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    recipe = CHECKOUT / "configs/pretrain/owt_tost_base.toml"
-    plan = lambda *words: load_config(PlanConfig, recipe, ["cluster.preset=h200-sxm", *words]).cluster
-    assert plan().achieved_flops == 0.7
-    path = results_file("gpu", "NVIDIA H200")
-    assert path == Path("results/benchmarks/gpu_nvidia-h200.json")
-    path.parent.mkdir(parents=True)
-    cells = [
-        {"part": "device", "case": "copy", "bytes_per_second": 3.6e12},
-        {"part": "device", "case": "matrix product of an MLP", "flops_per_second": 5e14, "of_peak": 0.5},
-        {"part": "device", "case": "launch of an operation", "seconds": 3e-6},
-    ]
-    path.write_text(json.dumps({"cells": cells}))
-    cluster = plan("cluster.launch_us=9")
-    assert (cluster.achieved_flops, cluster.achieved_memory_bandwidth, cluster.launch_us) == (0.5, 0.75, 9)
-    assert cluster.achieved_bandwidth == 0.7  # of links and network, which one GPU does not show
-    assert plan("cluster.preset=h100-sxm").achieved_flops == 0.7
-    assert plan().launch_us == pytest.approx(3)
-    step = {"part": "training step", "case": "a step", "launches": 900, "copies": 100, "seconds": 0.04}
-    for kernel_seconds, launch_us in ((0.01, 40), (0.039, 3)):  # the GPU waits for the host, and does not
-        path.write_text(json.dumps({"cells": [*cells, {**step, "kernel_seconds": kernel_seconds}]}))
-        assert plan().launch_us == pytest.approx(launch_us)
-    path.write_text(json.dumps({"cells": cells[:1]}))
-    with pytest.raises(ConfigError, match=r"no complete result of benchmarks\.gpu"):
-        plan()

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from experiments.analysis.coding_rate import Rates, RunningRates, expand_heads, layer_rates, orthonormal
+from tost_lm.mixers.tssa.causal import causal_tssa
 from tost_lm.mixers.tssa.layer import TssaMixer
-from tost_lm.mixers.tssa.naive import TssaState, causal_tssa, memberships, token_scores
+from tost_lm.mixers.tssa.statistics import TssaState, memberships, token_scores
 from tost_lm.model.block import Block
 
 
@@ -53,7 +54,7 @@ def test_the_operator_is_the_gradient_of_the_variational_rate():
     """y_t = −t · ∂R_var/∂w_t over the first t tokens with fixed memberships."""
     w = draw(1, 12, 3, 5)
     temp = torch.tensor([0.1, 0.2, 0.05], dtype=torch.float64)
-    y, _ = causal_tssa(w, temp, None, "energy-share", TssaState.empty(1, 3, 5, like=w))
+    y, _ = causal_tssa(w, temp)
     energy, count = w.square().cumsum(1), torch.arange(1, 13)[None]
     pi = memberships(token_scores(w.square(), energy, count, temp, None, "energy-share"), "energy-share")[0]
     for end in (1, 5, 12):  # equal up to the 1e-8 that the operator adds to Σ Π
@@ -94,7 +95,7 @@ def test_rates_of_a_model_use_the_input_of_its_layers(float64_model, settings: d
     with torch.no_grad():
         w_sq, count = w(x)[None].square(), torch.arange(1, 34)[None]
         pi = memberships(token_scores(w_sq, w_sq.cumsum(1), count, temp, bias, kind), kind)[0]
-        mixed, _ = causal_tssa(w(x)[None], temp, bias, kind, TssaState.empty(1, 4, 8, like=x))
+        mixed, _ = causal_tssa(w(x)[None], temp, None if bias is None else bias.mT, membership=kind)
         after = x + block.mixer_scale(mixer.out_proj(mixed.flatten(-2))[0])
         z = norm(x)
         bases = orthonormal(mixer.in_proj.weight.unflatten(0, (4, -1)))

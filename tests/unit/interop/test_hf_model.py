@@ -207,22 +207,6 @@ def test_a_cache_can_be_continued_and_copied(settings: dict[str, Any]):
     assert torch.equal(generated(model, tokens, mask, **{CACHE: cache}), expected)
 
 
-@torch.no_grad()
-def test_a_cache_of_rows_of_different_lengths_grows_in_place():
-    """The first token after padded prompts, or after rows are selected, moves the keys into memory with room."""
-    model, cache, states = make(pattern="A"), TostCache(), []
-    mask, columns = LEFT_PADDED, random_ids(3, 11)
-    for step in range(6):
-        model(columns, mask, cache)
-        assert cache.state is not None
-        states.append(cache.state)
-        if step == 3:
-            cache.reorder_cache(torch.tensor([2, 1, 0]))
-        columns, mask = random_ids(3, 1), torch.cat([mask, torch.ones(3, 1, dtype=torch.int64)], 1)
-    places = [state.layers[0].key.data_ptr() for state in states]
-    assert places[1] == places[2] == places[3] != places[4] == places[5]
-
-
 @KNOWN
 def test_cache_rows_can_be_repeated_and_selected(settings: dict[str, Any]):
     model, tokens = make(**settings), random_ids(3, 11)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tost_lm.config import validate
-from tost_lm.mixers.tssa.naive import TssaState
+from tost_lm.mixers.tssa.statistics import TssaState
 from tost_lm.model import LMState, ModelConfig, TostLM
 from tost_lm.model.streaming import in_tiles, prefill
 from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, assert_close

@@ -102,7 +102,6 @@ MUON = 'optim.kind "muon" needs whole matrices and gradients on each rank, and p
             )
             for name, found, fix in (("tensor", 2, 1), ("zero_stage", 1, 0), ("zero_stage", 3, 0))
         ),
-        ("memory.activation_checkpointing_every=2", "no effect with memory.activation_checkpointing none: set full"),
         (
             "memory.activation_checkpointing=mixers train.compile=true",
             "train.compile compiles whole blocks, and",

@@ -16,7 +16,7 @@ from tost_lm.config import validate
 from tost_lm.data.loader import Corpora
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.model import TostLM
-from tost_lm.pretrain.changes import record_of
+from tost_lm.pretrain.changes import changes, record_of, settings_of
 from tost_lm.pretrain.metrics import write_run_folder
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.start import StartPoint, find_start, rename_old_run, require_same_checkpoints
@@ -109,6 +109,13 @@ def test_other_settings_and_other_shards_are_refused():
         start_of(config(train={"steps": 10}, model={"bias": True}))
     with pytest.raises(CheckpointError, match="was trained on other shards"):
         find_start(config(), open_corpora=lambda folders: shards({Path("of other documents"): 1.0}))
+
+
+def test_a_setting_that_an_earlier_version_lacked_had_its_default():
+    recorded = settings_of(config())
+    del recorded["model"]["init_std"], recorded["optim"]["lr"]
+    assert changes(recorded, config()) == []
+    assert changes(recorded, config(model={"init_std": 0.05})) == ["model.init_std: 0.02 → 0.05"]
 
 
 def test_a_checkpoint_of_another_run_is_refused(run: Path):

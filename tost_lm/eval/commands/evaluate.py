@@ -38,7 +38,7 @@ def main(path: Path, config: Any) -> None:
     tasks = tasks_of(config)
     size = ranks_of_launch(config.parallel.model_ranks, config.launch)
     start_ranks("eval", size)
-    with joined_ranks(layout(config.parallel, tasks, size), copies=True, graceful_stop=True) as ranks:
+    with joined_ranks(layout(config.parallel, tasks, size), copies=True) as ranks:
         evaluation = Evaluation(find_evaluated(path), ranks, config)
         finish = evaluate(evaluation, tasks)
     if ranks.rank > 0:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tost_lm.mixers.layer import ROOM_TOKENS, room_after
+from tost_lm.mixers.layer import room_after
 from tost_lm.ops.layout import to_device
 
 KeysAndValues = tuple[Tensor, Tensor]
@@ -64,55 +64,10 @@ class KeyValueSlots(NamedTuple):
         return torch.arange(slots, device=position_N1.device) <= position_N1
 
 
-class _Memory:
-    """Keys and values, [N, G, capacity, D], whose first `filled` tokens are in use: memory of states that calls return,
-    as in the cache of the Hugging Face library.
-
-    The keys of a state have it as an attribute, so states of one memory stay KeyValueState. Adding tokens changes no
-    state: of several that share memory, the longest gets its tokens in place, and the others are copied. So is a state
-    that another function built, which has no memory.
-    """
-
-    def __init__(self, kv: KeysAndValues):
-        self.filled = kv[0].shape[2]
-        self.kv = tuple(torch.cat([x, x.new_empty(*x.shape[:2], ROOM_TOKENS, x.shape[3])], 2) for x in kv)
-
-    def has_room(self, begin: int, kv: KeysAndValues) -> bool:
-        if begin != self.filled or begin + kv[0].shape[2] > self.kv[0].shape[2]:
-            return False
-        writable = torch.is_inference_mode_enabled() or not self.kv[0].is_inference()
-        return writable and self.kv[0].dtype == kv[0].dtype
-
-    def append(self, kv: KeysAndValues) -> None:
-        begin, self.filled = self.filled, self.filled + kv[0].shape[2]
-        for x, new in zip(self.kv, kv, strict=True):
-            x[:, :, begin : self.filled] = new
-
-    def state(self) -> KeyValueState:
-        key, value = (x[:, :, : self.filled] for x in self.kv)
-        key.memory = self  # pyright: ignore[reportAttributeAccessIssue]
-        return KeyValueState(key, value)
-
-
-def memory_of(state: KeyValueState | None) -> _Memory | None:
-    """The memory that a state has room in; None: it has none."""
-    return None if state is None else getattr(state.key, "memory", None)
-
-
 def append(state: KeyValueState, tokens: int, kv: KeysAndValues) -> KeysAndValues:
     """Keys and values of `state`, of which no row has more than `tokens` tokens, and then `kv`."""
     k, v = state.without_padding(tokens)
     return torch.cat([k, kv[0]], 2), torch.cat([v, kv[1]], 2)
-
-
-def append_in_memory(state: KeyValueState | None, tokens: int, kv: KeysAndValues) -> KeyValueState:
-    """`append`, in the memory of `state` if it has room. There are no gradients."""
-    memory = memory_of(state)
-    if state is not None and memory is not None and memory.has_room(state.key.shape[2], kv):
-        memory.append(kv)
-    else:
-        memory = _Memory(kv if state is None else append(state, tokens, kv))
-    return memory.state()
 
 
 def last(x_NGSD: Tensor, tokens: int) -> Tensor:

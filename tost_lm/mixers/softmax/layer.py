@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer, room_after
 from tost_lm.mixers.softmax.attention import attend_one, attend_packed, attend_rows
-from tost_lm.mixers.softmax.cache import KeysAndValues, KeyValueSlots, KeyValueState, append, append_in_memory, last
+from tost_lm.mixers.softmax.cache import KeysAndValues, KeyValueSlots, KeyValueState, append, last
 from tost_lm.mixers.softmax.settings import Sizes, SoftmaxShape
 from tost_lm.mixers.softmax.tiles import KeyValueTiles, attend_tile
 from tost_lm.ops.norms import ZeroCenteredRmsNorm
@@ -68,10 +68,6 @@ class SoftmaxMixer(TokenMixer):
         if isinstance(state, KeyValueSlots):
             y_BH1D = attend_one(q, *state, state.add(info.position, (k, v)))
             return y_BH1D.transpose(1, 2).flatten(-2), state
-        if self.caches(info):
-            cache = append_in_memory(state, max(info.start_positions), (k, v))
-            y_BHTD = attend_rows(q, cache, 0, _earlier_tokens(info))
-            return y_BHTD.transpose(1, 2).flatten(-2), cache
         y_BTC, *new_state = ATTENTION(
             info,
             info.handle,
@@ -92,12 +88,6 @@ class SoftmaxMixer(TokenMixer):
             read_BHTD = apply_rotary(read_BHTD, info.rotary)  # of both: half of the operations
         q, k = read_BHTD.split([self.heads, self.kv_heads], 1)
         return q, k, v
-
-    def caches(self, info: SequenceInfo) -> bool:
-        """Whether the keys and values of all tokens are kept in memory with room for more: in evaluation mode only, as
-        activation checkpointing also calls without gradients."""
-        kept = info.output_state is True and not self.window and info.cu_seqlens is None and info.shard is None
-        return kept and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
 MIXER = SoftmaxMixer

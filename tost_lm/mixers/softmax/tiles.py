@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tost_lm.mixers.layer import GrowingState
 from tost_lm.mixers.softmax.attention import attend_packed, attend_rows, flash_offsets, flash_runs
 from tost_lm.ops.layout import SequenceShard
 from tost_lm.ops.positions import SequenceInfo
@@ -51,26 +50,33 @@ class TileKeys:
         return kv_BGtE if shard is None else shard.gather(kv_BGtE, self.lengths, keep=False)
 
 
-class KeyValueTiles(GrowingState):
-    """The state of a softmax layer without a window between tiles: the keys and values of the document so far."""
+class KeyValueTiles:
+    """The state of a softmax layer without a window between tiles: the keys and values of the document so far.
+
+    States of later tiles share those of earlier ones, and the backward of each tile adds to their gradients.
+    """
 
     def __init__(self, tiles: tuple[TileKeys, ...]):
         self.tiles = tiles
 
     @property
     def statistics(self) -> list[Tensor]:
+        """What the last tile added."""
         return [self.tiles[-1].kv_BGtE]
 
     @property
     def gradients(self) -> list[Tensor | None]:
+        """The gradients of `statistics`."""
         last = self.tiles[-1]
         return [None if last.gradient is None else last.gradient.to(last.kv_BGtE.dtype)]
 
     def change(self, change: Callable[[Tensor], Tensor]) -> "KeyValueTiles":
+        """Apply a function to what the last tile added, for all states that share it."""
         self.tiles[-1].kv_BGtE = change(self.tiles[-1].kv_BGtE)
         return self
 
     def collect_gradients(self) -> "KeyValueTiles":
+        """Begin sums of the gradients that later tiles add to."""
         for tile in self.tiles:
             if tile.gradient is None:
                 tile.gradient = torch.zeros_like(tile.kv_BGtE, dtype=statistics_dtype(tile.kv_BGtE))

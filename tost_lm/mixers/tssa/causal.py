@@ -5,8 +5,16 @@ from torch import Tensor
 
 from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa.autograd import SoftmaxOverHeads
-from tost_lm.mixers.tssa.backends import BACKENDS, CHUNKED, TRITON, Backend, Call
-from tost_lm.mixers.tssa.naive import Membership, TssaState, check_membership, check_state, memberships, token_scores
+from tost_lm.mixers.tssa.backends import choose, run
+from tost_lm.mixers.tssa.phases import PhasedBackend
+from tost_lm.mixers.tssa.statistics import (
+    Membership,
+    TssaState,
+    check_membership,
+    check_state,
+    memberships,
+    token_scores,
+)
 from tost_lm.ops.layout import LocalDocuments, SequenceShard
 from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
 
@@ -33,10 +41,8 @@ def causal_tssa(
         `triton`: fused kernels, for CUDA tensors in float32, bfloat16 or float16 of up to 64 heads of up to 256
             channels. The default for these when Triton is installed.
         `chunked`: PyTorch, chunk by chunk, on every device and in every dtype. The default for everything else. On a
-            CPU it runs in the calling thread. Each packed document needs its own pass, so hundreds of documents of a
-            few tokens are slower than with `naive`.
-        `naive`: the formulas as written, through autograd; stores about ten tensors of w's size. Never the default.
-    All of them compute statistics, scores and memberships in float32 (float64 for float64 inputs), under autocast too.
+            CPU it runs in the calling thread. Each packed document needs its own pass.
+    Both compute statistics, scores and memberships in float32 (float64 for float64 inputs), under autocast too.
 
     Args:
         w: [B, T, H, D], T ≥ 1, any floating dtype.
@@ -51,7 +57,7 @@ def causal_tssa(
         cu_seqlens: int32 [N + 1], offsets of N packed documents; needs B == 1 and covers T. Each document starts from
             an empty state, or from its row of `initial_state`. Serve padded batches, left or right, by packing them.
             Keep it on the host: each call reads it.
-        backend: `triton`, `chunked` or `naive`; None: the default.
+        backend: `triton` or `chunked`; None: the default.
         shard: w holds a sequence shard (`tost_lm.parallel.sequence`). T is then the length of the shard, cu_seqlens
             covers the whole sequence, and a state has a row for each document of the sequence. States and their
             gradients are equal on all ranks.
@@ -75,17 +81,9 @@ def causal_tssa(
         state = TssaState.empty(documents, H, D, like=w)
     with torch.autocast(w.device.type, enabled=False):
         dtype = statistics_dtype(w)
-        call = Call(
-            w_BTHD=w,
-            temp_H=temp.to(dtype),
-            bias_BHT=None if bias is None else bias.to(dtype).expand(B, H, T),
-            membership=membership,
-            state=state,
-            local=local,
-            shard=shard,
-            heads=heads,
-        )
-        y, final_state = _choose(backend, call).run(call)
+        bias_BHT = None if bias is None else bias.to(dtype).expand(B, H, T)
+        passes = PhasedBackend(choose(backend, w), local, shard)
+        y, final_state = run(passes, w, temp.to(dtype), bias_BHT, membership, state, heads)
     return y, final_state if output_final_state else None
 
 
@@ -138,16 +136,6 @@ def tssa_step(
         second_moment_BHD = weighted_BHD.to(dtype) / (mass_BH.to(dtype) + MASS_FLOOR)[..., None]
         y_BHD = -(pi_BH[..., None] * w_BHD) / (1 + second_moment_BHD)
     return y_BHD.to(w_t.dtype), TssaState(energy_BHD, weighted_BHD, mass_BH, count_B)
-
-
-def _choose(name: str | None, call: Call) -> Backend:
-    if name is None:
-        return TRITON if call.w_BTHD.is_cuda and not TRITON.obstacle(call) else CHUNKED
-    if name not in BACKENDS:
-        raise ValueError(f"unknown backend: {name!r}; use one of {', '.join(BACKENDS)}, or None for the default")
-    if obstacle := BACKENDS[name].obstacle(call):
-        raise ValueError(f"backend {name!r} cannot run here: {obstacle}; use None for the default")
-    return BACKENDS[name]
 
 
 def _check_shapes(w: Tensor, temp: Tensor, bias: Tensor | None, membership: str) -> None:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from tost_lm.mixers.layer import HeadSoftmax
-from tost_lm.mixers.tssa.naive import ENERGY_FLOOR
 from tost_lm.mixers.tssa.phases import LocalSoftmax, Scoring, Sums
+from tost_lm.mixers.tssa.statistics import ENERGY_FLOOR
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
 from tost_lm.sizes import CPU_CHUNK_ELEMENTS, DEVICE_CHUNK_ELEMENTS

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
-from tost_lm.mixers.tssa.naive import Membership, TssaState
 from tost_lm.mixers.tssa.phases import UniformMemberships
 from tost_lm.mixers.tssa.settings import TssaShape
+from tost_lm.mixers.tssa.statistics import Membership, TssaState
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import running_dtype, statistics_dtype

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tost_lm.mixers.layer import HeadSoftmax
-from tost_lm.mixers.tssa.naive import Membership
+from tost_lm.mixers.tssa.statistics import Membership
 from tost_lm.ops.exchange import Sum, exclusive_scan
 from tost_lm.ops.layout import Layout, LocalDocuments, SequenceShard
 
@@ -167,9 +167,6 @@ class PhasedBackend:
     local: LocalDocuments
     shard: SequenceShard | None
     """None: all tokens are here."""
-
-    def chunk_tokens(self, heads: int, channels: int, device: torch.device) -> int:
-        return self.phases.chunk_tokens(heads, channels, device)
 
     def forward(
         self, w_MHD: Tensor, layout: Layout, scoring: Scoring, initial: Statistics | None, softmax: HeadSoftmax | None

@@ -6,9 +6,8 @@
 
 It takes the arguments of `tost train` and the cluster in cluster.…, prints a table and writes nothing. If the run
 does not fit, it prints one line with settings that fit and exits with 2. The times assume no overlap, and that hardware
-reaches the fractions cluster.achieved_flops and cluster.achieved_memory_bandwidth of its published figures. Where
-`python -m benchmarks.gpu` has measured this GPU, they are its results; otherwise compare them with the metrics.jsonl
-(mfu) of a first run.
+reaches the fractions cluster.achieved_flops and cluster.achieved_memory_bandwidth of its published figures: compare
+them with the metrics.jsonl (mfu) of a first run.
 """
 
 import re
@@ -24,7 +23,7 @@ from tost_lm.model.flops import parameters
 from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
 from tost_lm.pretrain.plan.memory import checkpoint_bytes, peak_moment
-from tost_lm.pretrain.plan.settings import PlanConfig, results_file
+from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.plan.traffic import collectives, tiles
 from tost_lm.remote import RemotePath
 
@@ -159,10 +158,6 @@ def time_rows(config: PlanConfig) -> Iterator[Row]:
         "optimizer": _of_optimizer(config),
         "communication": "collectives, without overlap",
     }
-    if (path := results_file("gpu", cluster.device)).is_file():
-        yield "constants", "measured", f"on this GPU by benchmarks.gpu, in {path}"
-    else:
-        yield "constants", "assumed", "not measured on a GPU; python -m benchmarks.gpu measures them"
     for name, seconds in step._asdict().items():
         yield f"time per step: {name}", f"{1e3 * seconds:.3g} ms", sources[name]
     yield "time per step", f"{1e3 * step.total:.3g} ms", "sum"

@@ -74,29 +74,19 @@ def block_bytes(config: PretrainConfig) -> list[BlockBytes]:
     return [BlockBytes(tokens * block.kept, tokens * block.in_backward + in_mlp) for block in _blocks_per_token(config)]
 
 
-def is_computed_again(config: PretrainConfig) -> list[bool]:
-    """Whether each block, or with `mixers` its mixer, is computed again in the backward."""
-    memory = config.memory
-    every = memory.activation_checkpointing_every if memory.activation_checkpointing != "none" else 0
-    return [bool(every) and n % every == 0 for n in range(config.model.layers)]
-
-
 def _blocks_per_token(config: PretrainConfig) -> list[BlockBytes]:
-    of_kind = {
-        (spec.letter, again): _block_bytes_per_token(config, spec, again)
-        for spec, _ in config.model.mixers for again in (False, True)
-    }  # fmt: skip
-    return [of_kind[block] for block in zip(config.model.letters, is_computed_again(config), strict=True)]
+    of_letter = {spec.letter: _block_bytes_per_token(config, spec) for spec, _ in config.model.mixers}
+    return [of_letter[letter] for letter in config.model.letters]
 
 
-def _block_bytes_per_token(config: PretrainConfig, mixer: MixerSpec, again: bool) -> BlockBytes:
+def _block_bytes_per_token(config: PretrainConfig, mixer: MixerSpec) -> BlockBytes:
     """Bytes per token without gradients, and without the MLP if it is tiled."""
     load, C, scale = load_of(config, mixer), config.model.width, 1 if config.model.layer_scale else 0
     e, tensor = load.element_bytes, load.tensor
     stream, residual = e * C / tensor, 4 * C / tensor
     of_mixer = (1 + scale) * stream + (_norm_bytes(config) + mixer.stored_bytes(load)) / tensor
     of_mlp = _mlp_bytes_per_token(config) if config.memory.mlp_tile_tokens is None else residual
-    if not again:
+    if config.memory.activation_checkpointing == "none":
         return BlockBytes(of_mixer + of_mlp, 0.0)
     same = stream if e == 4 else 0.0  # in bfloat16 the first norm stores a rounded copy of the block's input
     kept = residual + mixer.received_bytes(load)

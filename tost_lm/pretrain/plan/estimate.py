@@ -1,9 +1,9 @@
 """The time of a pre-training step on a cluster, from the settings alone.
 
 Times are sums, because no overlap is assumed. The fractions of published hardware figures that a run reaches are
-settings (`cluster.achieved_flops`, `cluster.achieved_memory_bandwidth`, `cluster.achieved_bandwidth`). `benchmarks.gpu`
-measures the first two; otherwise they are assumed. The constants below are from one GPU, an NVIDIA H200, whose cells
-are in `results/benchmarks/gpu_nvidia-h200.json`. Bytes and launches are counted.
+settings (`cluster.achieved_flops`, `cluster.achieved_memory_bandwidth`, `cluster.achieved_bandwidth`). The constants
+below are from one GPU, an NVIDIA H200, whose cells are in `results/benchmarks/gpu_nvidia-h200.json`. Bytes and launches
+are counted.
 """
 
 import math
@@ -19,7 +19,6 @@ from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.plan.traffic import (
     TENSORS_PER_LAYER,
     collectives,
-    forwards,
     mixer_forwards,
     mlp_forwards,
     recomputed_flops,
@@ -144,7 +143,7 @@ def operator_bytes_per_token(config: PlanConfig) -> float:
     """Bytes per token between the projections, forward and backward, at the bandwidth of a copy."""
     letters = config.model.letters
     return sum(
-        spec.layers(letters) * spec.kernel_bytes(load_of(config, spec), forwards(config, spec)) / spec.kernel_bandwidth
+        spec.layers(letters) * spec.kernel_bytes(load_of(config, spec), mixer_forwards(config)) / spec.kernel_bandwidth
         for spec, _ in config.model.mixers
     )
 
@@ -174,7 +173,7 @@ def elementwise_bytes_per_token(config: PlanConfig) -> float:
         backward += scaled * (2 * e / BROADCAST + 4 * e)
         of_mlp = (5 * e, 13 * e) if model.mlp == "swiglu" else (2 * e, 3 * e)
     hidden = model.mlp_width / model.width
-    mixers = mixer_forwards(config) / model.layers * forward + backward
+    mixers = mixer_forwards(config) * forward + backward
     mlps = mlp_forwards(config) * (forward + of_mlp[0] * hidden) + backward + of_mlp[1] * hidden
     embedding = 2 * (4 + e) + 6 * e
     return (model.layers * (mixers + mlps) + norm + embedding) * model.width

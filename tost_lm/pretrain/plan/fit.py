@@ -113,11 +113,9 @@ def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
 
 
 def _checkpointed(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
-    for kind, every in (("mixers", 1), ("full", 2), ("full", 1)):
+    for kind in ("mixers", "full"):
         if kind == "full" or not config.train.compile:
-            memory = {"activation_checkpointing": kind, "activation_checkpointing_every": every}
-            other = f" memory.activation_checkpointing_every={every}" if every > 1 else ""
-            yield f"memory.activation_checkpointing={kind}{other}", _changed(config, memory=memory)
+            yield f"memory.activation_checkpointing={kind}", _changed(config, memory={"activation_checkpointing": kind})
 
 
 def _changed(config: PlanConfig, **sections: dict[str, Any]) -> PlanConfig:

@@ -1,20 +1,14 @@
 """Settings of a resource plan: those of a run, and the cluster."""
 
-import json
-import re
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from tost_lm.config import Section
-from tost_lm.errors import ConfigError
-from tost_lm.files import regular_file
 from tost_lm.pretrain.settings import PretrainConfig
 
 Preset = Literal["a100-sxm", "h100-sxm", "h100-pcie", "h200-sxm", "b200-sxm"]
 
-RESULTS = Path("results/benchmarks")
 _FIGURES = ("device", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s", "host_memory_gb")
 # NVIDIA's data sheets of the GPUs and of DGX A100, H100, H200 and B200; of PCIe nodes, one adapter of 400 Gbit/s.
 CLUSTERS: dict[Preset, dict[str, Any]] = {
@@ -24,55 +18,8 @@ CLUSTERS: dict[Preset, dict[str, Any]] = {
     "h200-sxm": dict(zip(_FIGURES, ("NVIDIA H200", 141, 4800, 450, 400, 2000), strict=True)),
     "b200-sxm": dict(zip(_FIGURES, ("NVIDIA B200", 180, 7700, 900, 400, 2000), strict=True)),
 }
-
-
-def results_file(benchmark: str, device: str) -> Path:
-    """Where a benchmark stores what it measured on this device; in the working folder, as runs/."""
-    return RESULTS / f"{benchmark}_{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
-
-
-def _measured(device: str, memory_gb_s: float) -> dict[str, float]:
-    """The settings that `benchmarks.gpu` has measured on this GPU; none where it has not run."""
-    path = results_file("gpu", device)
-    if not path.is_file():
-        return {}
-    try:
-        record = json.loads(regular_file(path).read_text())
-        measured = record["cells"]
-        cells = {cell["case"]: cell for cell in measured if cell["part"] == "device"}
-        # Where a step takes far longer than its kernels, the GPU waits for the host, which does more than to launch.
-        steps = [cell for cell in measured if cell["part"].endswith("training step") and "launches" in cell]
-        waiting = [cell for cell in steps if cell["kernel_seconds"] < 0.8 * cell["seconds"]]
-        launches = sum(cell["launches"] + cell["copies"] for cell in waiting)
-        bare = cells["launch of an operation"]["seconds"]
-        found = {
-            "achieved_memory_bandwidth": min(1.0, cells["copy"]["bytes_per_second"] / (memory_gb_s * 1e9)),
-            "launch_us": 1e6 * (sum(cell["seconds"] for cell in waiting) / launches if waiting else bare),
-        }
-        if fraction := cells["matrix product of an MLP"]["of_peak"]:
-            peak = cells["matrix product of an MLP"]["flops_per_second"] / fraction
-            found["achieved_flops"] = min(1.0, max(fraction, _queued_products(record) / peak))
-    except (KeyError, TypeError, ValueError):
-        raise ConfigError(
-            f"{path}: it is no complete result of benchmarks.gpu; measure again with python -m benchmarks.gpu, or "
-            "remove the file"
-        ) from None
-    return found
-
-
-def _queued_products(record: dict[str, Any]) -> float:
-    """FLOP/s of the products of a step of T layers that one kernel computes for all linear layers: those of the forward
-    or of the gradients of inputs. They wait for no event, as a product that is measured alone; 0: there is no such
-    kernel."""
-    cells = [cell for cell in record["cells"] if cell["part"] == "training step"]
-    tokens = {cell["seconds"]: cell["tokens"] for cell in cells if "tokens" in cell}
-    flops, seconds = 0.0, 0.0
-    for cell in (cell for cell in cells if re.search("nvjet|gemm|cutlass", cell.get("kernel", ""))):
-        layers, width = (record["settings"]["shape"][name] for name in ("layers", "width"))
-        if cell["calls"] == 4 * layers:
-            flops += 2 * tokens[cell["step"]] * layers * 10 * width**2
-            seconds += cell["kernel_seconds"]
-    return flops / seconds if seconds else 0.0
+# Measured by benchmarks.gpu, in results/benchmarks/gpu_nvidia-h200.json.
+CLUSTERS["h200-sxm"] |= {"achieved_memory_bandwidth": 0.875, "launch_us": 37}
 
 
 class ClusterConfig(Section):
@@ -103,17 +50,17 @@ class ClusterConfig(Section):
     disk_gb_s: float = Field(default=2.0, gt=0)
     """Write rate of one rank to the shared file system in GB/s."""
     achieved_flops: float = Field(default=0.7, gt=0, le=1)
-    """Fraction of the peak FLOP/s that matrix products reach: measured by `benchmarks.gpu`, otherwise as on an H200."""
+    """Fraction of the peak FLOP/s that matrix products reach: as on an H200."""
     achieved_attention_flops: float = Field(default=0.25, gt=0, le=1)
     """Fraction of the peak FLOP/s that flash attention reaches: as on an H200 with 131,072 tokens; 0.13 with 1,024."""
     achieved_memory_bandwidth: float = Field(default=0.85, gt=0, le=1)
-    """Fraction of the memory bandwidth that operations reach: measured by `benchmarks.gpu`, otherwise assumed."""
+    """Fraction of the memory bandwidth that operations reach: measured on an H200, otherwise assumed."""
     achieved_bandwidth: float = Field(default=0.7, gt=0, le=1)
     """Assumed fraction of their bandwidth that links and network reach."""
     latency_us: float = Field(default=20.0, ge=0)
     """Latency of a collective of any size in µs."""
     launch_us: float = Field(default=15.0, ge=0)
-    """Time in µs in which the host launches one operation, measured or assumed; it limits small operations."""
+    """Time in µs in which the host launches one operation, measured on an H200, otherwise assumed; it limits small operations."""
 
     @model_validator(mode="before")
     @classmethod
@@ -121,10 +68,7 @@ class ClusterConfig(Section):
         preset = values.get("preset", "h100-sxm") if isinstance(values, dict) else None
         if not isinstance(preset, str) or preset not in CLUSTERS:
             return values
-        values = {**CLUSTERS[preset], **values}
-        device, rate = values["device"], values["memory_gb_s"]
-        known = isinstance(device, str) and isinstance(rate, int | float) and rate > 0
-        return {**_measured(device, rate), **values} if known else values
+        return {**CLUSTERS[preset], **values}
 
     @property
     def ranks(self) -> int:

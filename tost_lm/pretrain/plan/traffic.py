@@ -4,9 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from tost_lm.mixers.spec import MixerSpec
 from tost_lm.model.flops import mlp_weights, parameters, vectors
-from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, is_computed_again, load_of, micro_batch_tokens
+from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, load_of, micro_batch_tokens
 from tost_lm.pretrain.plan.memory import logit_tiles, parameters_per_rank, reduced_at_once
 from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
@@ -26,20 +25,14 @@ def fraction_computed_twice(config: PlanConfig) -> float:
     return (tiles(config) - 1) * config.tile_tokens / config.row_tokens
 
 
-def mixers_computed_again(config: PretrainConfig, spec: MixerSpec) -> float:
-    """Fraction of the layers with this mixer whose backward computes the mixer again."""
-    blocks = zip(config.model.letters, is_computed_again(config), strict=True)
-    return sum(again for letter, again in blocks if letter == spec.letter) / spec.layers(config.model.letters)
-
-
-def forwards(config: PlanConfig, spec: MixerSpec) -> float:
-    """Forwards of a mixer per token, on average over its layers."""
-    return 1 + mixers_computed_again(config, spec) + fraction_computed_twice(config)
+def is_computed_again(config: PretrainConfig) -> bool:
+    """Whether the backward of a block computes its mixer again."""
+    return config.memory.activation_checkpointing != "none"
 
 
 def mixer_forwards(config: PlanConfig) -> float:
-    """Forwards of all mixers of the model per token."""
-    return sum(spec.layers(config.model.letters) * forwards(config, spec) for spec, _ in config.model.mixers)
+    """Forwards of a mixer per token."""
+    return 1 + is_computed_again(config) + fraction_computed_twice(config)
 
 
 def mlp_tiles(config: PlanConfig) -> int:
@@ -51,8 +44,7 @@ def mlp_tiles(config: PlanConfig) -> int:
 def mlp_forwards(config: PlanConfig) -> float:
     """Forwards of an MLP per token, on average. MLP tiles of equal size are recomputed one by one; a recomputed block
     stops before its last MLP tile."""
-    in_blocks = config.memory.activation_checkpointing == "full"
-    again = sum(is_computed_again(config)) / config.model.layers if in_blocks else 0.0
+    again = config.memory.activation_checkpointing == "full"
     once = 1 + again + fraction_computed_twice(config)
     return once if config.memory.mlp_tile_tokens is None else once + 1 - again / mlp_tiles(config)
 
@@ -66,10 +58,10 @@ def outputs_not_recomputed(config: PlanConfig, letters: str) -> tuple[int, int]:
     memory = config.memory
     if config.model.layer_scale or config.train.compile:
         return 0, 0
-    blocks = zip(config.model.letters, is_computed_again(config), strict=True)
-    again = [is_again for letter, is_again in blocks if letter in letters]
-    mixers = sum(again) if memory.activation_checkpointing == "mixers" else 0
-    return mixers, len(again) if memory.mlp_tile_tokens else sum(again) - mixers
+    layers = sum(letter in letters for letter in config.model.letters)
+    mixers = layers if memory.activation_checkpointing == "mixers" else 0
+    in_mlps = memory.mlp_tile_tokens or memory.activation_checkpointing == "full"
+    return mixers, layers if in_mlps else 0
 
 
 class Recomputed(NamedTuple):
@@ -83,7 +75,7 @@ def recomputed_flops(config: PlanConfig) -> Recomputed:
     """Tensor ranks compute a product before they store its input."""
     model, seq_len, products, attention = config.model, config.train.seq_len, 0.0, 0.0
     for spec, shape in model.mixers:
-        layers, again = spec.layers(model.letters), forwards(config, spec) - 1
+        layers, again = spec.layers(model.letters), mixer_forwards(config) - 1
         attention += layers * again * spec.attention_flops(shape, seq_len).forward
         products += layers * 2 * (again * spec.weights(shape) + (mlp_forwards(config) - 1) * mlp_weights(model))
         if config.parallel.tensor == 1:
@@ -170,7 +162,7 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     model, ranks, k, M = config.model, config.parallel.tensor, config.micro_batches, micro_batch_tokens(config)
     stream = ELEMENT_BYTES[config.train.dtype] * M * model.width
     layers, counts = model.layers, parameters(model)
-    mixers, mlps, per_row = mixer_forwards(config), layers * mlp_forwards(config), mlp_tiles(config)
+    mixers, mlps, per_row = layers * mixer_forwards(config), layers * mlp_forwards(config), mlp_tiles(config)
     replicated = (4 if model.layer_scale else 2) * layers + 1 + (counts.positions > 0)
     calls_of_softmax, bytes_of_softmax = 0, 0.0
     for spec, shape in model.mixers:
@@ -193,10 +185,9 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     )
 
 
-def sent_again(config: PlanConfig, spec: MixerSpec) -> float:
-    """Fraction of the layers with this mixer that also receive again in the backward: `keep_received` does not see into
-    graphs."""
-    return mixers_computed_again(config, spec) if config.train.compile else 0.0
+def sent_again(config: PlanConfig) -> bool:
+    """Whether a mixer also receives again in the backward: `keep_received` does not see into graphs."""
+    return is_computed_again(config) and config.train.compile
 
 
 def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
@@ -212,17 +203,14 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
     exchanging = [spec for spec in mixers if spec.exchanged_bytes(loads[spec], backward=False)]
     passing = [spec for spec in mixers if spec.passed_on_bytes(loads[spec])]
-    backwards, twice = tiles(config), tiles(config) - 1
-
-    def passes(spec: MixerSpec) -> float:
-        return tiles(config) * (1 + sent_again(config, spec)) + twice
-
+    backwards, again = tiles(config), sent_again(config)
+    passes = tiles(config) * (1 + again) + tiles(config) - 1
     calls, statistics = 0.0, 0.0
     for spec in exchanging:
         layers, exchanges = spec.layers(model.letters), 1 if spec in passing else 2
-        calls += k * layers * exchanges * (passes(spec) + backwards)
+        calls += k * layers * exchanges * (passes + backwards)
         forward, backward = (spec.exchanged_bytes(loads[spec], backward=backward) for backward in (False, True))
-        statistics += k * rows * layers * (passes(spec) * forward + backwards * backward) / tensor
+        statistics += k * rows * layers * (passes * forward + backwards * backward) / tensor
     if ranks <= ALL_GATHER_RANKS:
         yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
     else:
@@ -232,14 +220,14 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     summed, row = 0.0, 0.0
     for spec in mixers:
         if of_layer := spec.summed_bytes(loads[spec]):
-            times = (tiles(config) - 1) * (3 + sent_again(config, spec)) * k
+            times = (tiles(config) - 1) * (3 + again) * k
             summed += times * spec.layers(model.letters)
             row += rows * times * spec.layers(model.letters) * of_layer / tensor
     if summed:
         kind, times = ("all-gather", 1) if ranks <= ALL_GATHER_RANKS else ("all-to-all", 2)
         yield Collectives("states after tiles", kind, times * summed, times * row, ranks, tensor)
     for spec in passing:
-        times = (passes(spec) + backwards) * k * spec.layers(model.letters)
+        times = (passes + backwards) * k * spec.layers(model.letters)
         hops = times * (ranks + PASSED_SLICES - 2)
         # On average: the last rank does not pass states on, nor the first one gradients.
         sent = times * rows * spec.passed_on_bytes(loads[spec]) / tensor * (ranks - 1) / ranks
@@ -253,11 +241,11 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         # Without a window, those of all earlier tiles are gathered for each tile in every pass and in the backward.
         earlier = [of_tiles[:n] if spec.kept_tokens(loads[spec].shape) is None else [] for n in range(len(of_tiles))]
         before, before_last = ([one for of_tile in some for one in of_tile] for some in (earlier, earlier[:-1]))
-        again, in_second = sent_again(config, spec), float(bool(fraction_computed_twice(config)))
+        in_second = float(bool(fraction_computed_twice(config)))
         scattered = [(1.0, of_tiles), (1.0, before)]
         gathered = [
             (1 + again, of_tiles), (in_second, of_tiles[:-1]),
-            (2 + mixers_computed_again(config, spec), before), (in_second, before_last),
+            (2 + is_computed_again(config), before), (in_second, before_last),
         ]  # fmt: skip
         times = k * spec.layers(model.letters) * micro_batch_tokens(config) * ranks / config.row_tokens
         e, calls = ELEMENT_BYTES[config.train.dtype], k * spec.layers(model.letters)

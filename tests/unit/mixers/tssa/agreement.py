@@ -4,15 +4,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import inf
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from tssa_naive import causal_tssa_naive
 
 from tost_lm.mixers.tssa.causal import causal_tssa
-from tost_lm.mixers.tssa.naive import Membership, TssaState
+from tost_lm.mixers.tssa.statistics import Membership, TssaState
 from tost_lm.testing import assert_as_accurate
 
 NAMES = ("y", "energy", "weighted_energy", "mass", "dw", "d_temp", "d_bias", "d_energy", "d_weighted_energy", "d_mass")
@@ -67,13 +69,14 @@ class Call:
         )  # fmt: skip
 
     def run(self, backend: str | None) -> Results:
+        """By a backend, None: the default one; or `naive`, the formulas."""
+        rule = (
+            causal_tssa_naive if backend == "naive" else partial(causal_tssa, output_final_state=True, backend=backend)
+        )
         leaves = [x.detach().requires_grad_() for x in (self.w, self.temp, self.bias, *self.state[:3])]
         w, temp, bias, energy, weighted, mass = leaves
         state = TssaState(energy, weighted, mass, self.state.count)
-        y, final = causal_tssa(
-            w, temp, bias, membership=self.membership, initial_state=state, output_final_state=True,
-            cu_seqlens=self.cu_seqlens, backend=backend,
-        )  # fmt: skip
+        y, final = rule(w, temp, bias, membership=self.membership, initial_state=state, cu_seqlens=self.cu_seqlens)
         assert final is not None
         outputs = (y, *final[:3])
         gradients = torch.autograd.grad(outputs, leaves, self.d_outputs, materialize_grads=True)
@@ -116,7 +119,7 @@ def errors(ours: Results, truth: Results) -> dict[str, float]:
 
 
 def assert_accurate(call: Call, run: Callable[[Call], Results], reference: Results | None = None) -> None:
-    """In float32, `run` is as accurate as `reference`, by default the naive backend in float32.
+    """In float32, `run` is as accurate as `reference`, by default the formulas in float32.
 
     Gradients of an empty initial state are not compared: they are ratios of rounding errors.
     """

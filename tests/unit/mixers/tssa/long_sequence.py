@@ -2,7 +2,7 @@
 
     python -m tests.unit.mixers.tssa.long_sequence TOKENS
 
-Compares y and dw at the last 1,000 tokens with the naive backend. Prints the peak memory beyond w, y, dy and dw, in
+Compares y and dw at the last 1,000 tokens with the formulas. Prints the peak memory beyond w, y, dy and dw, in
 units of w.
 """
 
@@ -11,8 +11,9 @@ import sys
 import torch
 
 from benchmarks.measure import peak_extra_bytes
+from tests.unit.mixers.tssa.tssa_naive import causal_tssa_naive
 from tost_lm.mixers.tssa.causal import causal_tssa
-from tost_lm.mixers.tssa.naive import TssaState
+from tost_lm.mixers.tssa.statistics import TssaState
 from tost_lm.testing import assert_as_accurate
 
 T, H, D = int(sys.argv[1]), 4, 64
@@ -38,18 +39,14 @@ assert w.grad is not None
 past = TssaState.empty(1, H, D, like=w.double())
 with torch.no_grad():
     for tile in w[:, :-LAST].split(1 << 12, dim=1):
-        _, state = causal_tssa(
-            tile.double(), temp.double(), initial_state=past, output_final_state=True, backend="naive"
-        )
-        assert state is not None
-        past = state
+        _, past = causal_tssa_naive(tile.double(), temp.double(), initial_state=past)
 
 
 def last_tokens(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """y and dw of the last tokens by the naive backend."""
+    """y and dw of the last tokens by the formulas."""
     w_end = w[:, -LAST:].detach().to(dtype).requires_grad_()
     start = TssaState(past.energy.to(dtype), past.weighted_energy.to(dtype), past.mass.to(dtype), past.count)
-    y_end, _ = causal_tssa(w_end, temp.to(dtype), initial_state=start, backend="naive")
+    y_end, _ = causal_tssa_naive(w_end, temp.to(dtype), initial_state=start)
     return y_end.detach(), torch.autograd.grad(y_end, w_end, dy[:, -LAST:].to(dtype))[0]
 
 

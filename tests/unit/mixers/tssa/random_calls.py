@@ -5,7 +5,7 @@ from typing import get_args
 from agreement import Call, draw_call
 from hypothesis import strategies as st
 
-from tost_lm.mixers.tssa.naive import Membership
+from tost_lm.mixers.tssa.statistics import Membership
 
 
 @st.composite

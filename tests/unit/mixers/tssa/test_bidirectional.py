@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from experiments.vision.classifier import BidirectionalTssa
+from experiments.vision.classifier import BidirectionalTssa, tssa
 from tost_lm.config import validate
-from tost_lm.mixers.tssa.naive import tssa
 from tost_lm.model import ModelConfig
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.testing import assert_close

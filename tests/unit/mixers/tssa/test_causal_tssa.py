@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import causal_tssa_by_loops
+from tssa_naive import causal_tssa_naive
 
 from tost_lm.mixers.tssa.backends import BACKENDS
 from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
-from tost_lm.mixers.tssa.naive import TssaState
 from tost_lm.mixers.tssa.phases import PhasedBackend
+from tost_lm.mixers.tssa.statistics import TssaState
 
 pytestmark = pytest.mark.quick
 
@@ -22,13 +23,13 @@ def inputs(seed: int, B: int, T: int, H: int, D: int) -> tuple[torch.Tensor, tor
     return draw(B, T, H, D), 1 + 0.5 * draw(H), 0.3 * draw(H, T)
 
 
-@pytest.mark.parametrize("backend", ["naive", "chunked"])
+@pytest.mark.parametrize("operator", [causal_tssa_naive, causal_tssa])
 @given(st.integers(0, 99), st.integers(1, 2), st.integers(1, 9), st.integers(1, 4), st.integers(1, 5))
 @settings(max_examples=25, deadline=None)
-def test_equals_loops_over_the_formulas(backend, seed: int, B: int, T: int, H: int, D: int):
+def test_equals_loops_over_the_formulas(operator, seed: int, B: int, T: int, H: int, D: int):
     w, temp, bias = inputs(seed, B, T, H, D)
     leaves = [x.requires_grad_() for x in (w, temp, bias)]
-    ours, theirs = causal_tssa(w, temp, bias, backend=backend)[0], causal_tssa_by_loops(w, temp, bias)
+    ours, theirs = operator(w, temp, bias)[0], causal_tssa_by_loops(w, temp, bias)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
     g = torch.randn_like(ours)
     for a, b in zip(torch.autograd.grad(ours, leaves, g), torch.autograd.grad(theirs, leaves, g), strict=True):
@@ -76,7 +77,7 @@ def test_single_tokens_of_a_wrong_shape_are_refused():
         ({"temp": torch.ones(2)}, r"temp must be \[H\]"),
         ({"bias": torch.zeros(3, 4)}, "bias must be"),
         ({"membership": "softmax"}, "unknown membership: 'softmax'"),
-        ({"backend": "cuda"}, "unknown backend: 'cuda'; use one of naive, chunked, triton"),
+        ({"backend": "cuda"}, "unknown backend: 'cuda'; use one of chunked, triton"),
         ({"w": torch.ones(2, 5, 3, 4).long()}, "floating point"),
         ({"initial_state": TssaState.empty(1, 3, 4, torch.ones(1))}, "the state holds 1 documents, the input 2"),
         ({"w": torch.ones(0, 5, 3, 4)}, "with no size 0"),

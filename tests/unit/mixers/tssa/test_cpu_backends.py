@@ -11,8 +11,8 @@ from random_calls import calls
 from torch.utils.checkpoint import checkpoint
 
 from tost_lm.mixers.tssa.causal import causal_tssa
-from tost_lm.mixers.tssa.naive import Membership, TssaState
 from tost_lm.mixers.tssa.phases import LocalSoftmax
+from tost_lm.mixers.tssa.statistics import Membership, TssaState
 from tost_lm.testing import assert_as_accurate
 
 MEMBERSHIPS = get_args(Membership)
@@ -105,20 +105,16 @@ def test_second_derivatives_are_refused():
         dw.sum().backward()
 
 
-@pytest.mark.parametrize("backend", ["chunked", "naive"])
-def test_memory_kept_for_the_backward(backend: str):
+def test_memory_kept_for_the_backward():
     w = torch.randn(1, 4096, 4, 64, requires_grad=True)
     kept: dict[int, int] = {}
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: kept.update({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()}) or x, lambda x: x
     ):
-        causal_tssa(w, torch.ones(4, requires_grad=True), backend=backend)
+        causal_tssa(w, torch.ones(4, requires_grad=True), backend="chunked")
     w_bytes = 4 * w.numel()
     extra = sum(kept.values()) - w_bytes
-    if backend == "naive":
-        assert extra > 4 * w_bytes
-    else:  # Π is 1/64 of w; the two sums before each chunk of 32 tokens are 1/16
-        assert extra < w_bytes * (1 / 64 + 2 / 32 + 0.01)
+    assert extra < w_bytes * (1 / 64 + 2 / 32 + 0.01)  # Π is 1/64 of w; the two sums before each chunk 1/16
 
 
 def test_autocast_does_not_touch_the_statistics():

@@ -34,11 +34,6 @@ STEPS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _in_the_checkout(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(CHECKOUT)
-
-
 def planned(recipe: str, rows: int, words: tuple[str, ...] = ()) -> PlanConfig:
     sizes = (f"train.micro_batch_size={rows}", f"train.global_batch_size={rows}", "train.compile=false")
     cluster = ("cluster.preset=h200-sxm", "cluster.gpus_per_node=1")

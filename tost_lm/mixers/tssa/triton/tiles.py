@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tost_lm.mixers.tssa import naive
+from tost_lm.mixers.tssa import statistics
 from tost_lm.mixers.tssa.phases import Scoring, Sums
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.triton_tokens import cdiv, next_power_of_2, reciprocal
@@ -23,7 +23,7 @@ from tost_lm.sizes import TRITON_CHUNK_TOKENS
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 
 
-ENERGY_FLOOR = tl.constexpr(naive.ENERGY_FLOOR)
+ENERGY_FLOOR = tl.constexpr(statistics.ENERGY_FLOOR)
 TOKENS = tl.constexpr(TRITON_CHUNK_TOKENS)
 STEP = tl.constexpr(8)
 THREADS = 64

@@ -1,4 +1,4 @@
-"""TSSA as the formulas are written, in plain PyTorch: the reference of every faster backend.
+"""The statistics of TSSA, its state, and the scores and memberships of tokens.
 
 Source: Token Statistics Transformer (arXiv 2412.17810) and its released language model.
 Shapes: B sequences, T tokens, H heads, D channels per head, N documents (N = B unless packed).
@@ -9,13 +9,11 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
+from tost_lm.ops.precision import running_dtype, statistics_dtype
 
 Membership = Literal["energy-share", "energy-mean", "uniform"]
 
 ENERGY_FLOOR = 1e-12
-NORM_FLOOR = 1e-12
-"""Lower bound of the norm of a channel over the tokens of a document, in the bidirectional form."""
 
 
 class TssaState(NamedTuple):
@@ -88,42 +86,3 @@ def token_scores(
 def memberships(z_BTH: Tensor, membership: Membership) -> Tensor:
     """Π [B, T, H]: the softmax of the scores over heads, or 1/H."""
     return torch.full_like(z_BTH, 1 / z_BTH.shape[-1]) if membership == "uniform" else z_BTH.softmax(-1)
-
-
-def causal_tssa(
-    w_BTHD: Tensor,
-    temp_H: Tensor,
-    bias_BTH: Tensor | None,
-    membership: Membership,
-    initial_state: TssaState,
-) -> tuple[Tensor, TssaState]:
-    """Causal TSSA of B documents, each after the tokens of its initial state: y [B, T, H, D] and the final state."""
-    dtype = statistics_dtype(w_BTHD)
-    w_sq_BTHD = w_BTHD.to(dtype).square()
-    count_BT = initial_state.count[:, None] + torch.arange(1, w_BTHD.shape[1] + 1, device=w_BTHD.device)
-    energy_BTHD = initial_state.energy[:, None] + w_sq_BTHD.cumsum(1)
-    bias_BTH = None if bias_BTH is None else bias_BTH.to(dtype)
-    pi_BTH = memberships(
-        token_scores(w_sq_BTHD, energy_BTHD, count_BT, temp_H.to(dtype), bias_BTH, membership), membership
-    )
-    weighted_BTHD = initial_state.weighted_energy[:, None] + (pi_BTH[..., None] * w_sq_BTHD).cumsum(1)
-    mass_BTH = initial_state.mass[:, None] + pi_BTH.cumsum(1)
-    second_moment_BTHD = weighted_BTHD / (mass_BTH + MASS_FLOOR)[..., None]
-    y_BTHD = -(pi_BTH[..., None] * w_BTHD.to(dtype)) / (1 + second_moment_BTHD)
-    state = TssaState(energy_BTHD[:, -1], weighted_BTHD[:, -1], mass_BTH[:, -1], count_BT[:, -1])
-    return y_BTHD.to(w_BTHD.dtype), state
-
-
-def bidirectional_scores(w_sq_BTHD: Tensor, temp_H: Tensor) -> Tensor:
-    """Scores z = temp · Σ_d w²/S1 of the bidirectional form, [B, T, H]; S1 is the sum over all tokens."""
-    energy_B1HD = w_sq_BTHD.sum(1, keepdim=True).clamp_min(NORM_FLOOR**2)
-    return temp_H * (w_sq_BTHD / energy_B1HD).sum(-1)
-
-
-def tssa(w_BTHD: Tensor, temp_H: Tensor) -> Tensor:
-    """Bidirectional TSSA, the operator of the paper, of B documents: y [B, T, H, D]."""
-    dtype = statistics_dtype(w_BTHD)
-    w_sq_BTHD = w_BTHD.to(dtype).square()
-    pi_BTH1 = bidirectional_scores(w_sq_BTHD, temp_H.to(dtype)).softmax(-1)[..., None]
-    second_moment_B1HD = (pi_BTH1 * w_sq_BTHD).sum(1, keepdim=True) / (pi_BTH1.sum(1, keepdim=True) + MASS_FLOOR)
-    return (-pi_BTH1 * w_BTHD.to(dtype) / (1 + second_moment_B1HD)).to(w_BTHD.dtype)
