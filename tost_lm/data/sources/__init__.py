@@ -35,7 +35,7 @@ from tost_lm.data.sources.blocks import (
     printable,
 )
 from tost_lm.data.sources.files import CorpusFile, corpus_files, format_of, left_out_files, token_files
-from tost_lm.data.sources.tables import hub_blocks, hub_fingerprint, hub_rows, known_rows
+from tost_lm.data.sources.tables import hub_blocks, hub_fingerprint, hub_rows
 from tost_lm.errors import ConfigError, DataError
 
 __all__ = [
@@ -109,10 +109,10 @@ def count_rows(corpus: CorpusConfig) -> int:
     """
     rows = 0
     for source in _sources(corpus):
-        if source.rows:
-            rows += _guarded(source.where, source.rows)
-        else:
+        if source.rows is None:
             rows += sum(block.rows for block in _read(source, 0, BLOCK_BYTES))
+        else:
+            rows += source.rows
     return rows
 
 
@@ -147,10 +147,10 @@ def _sources(corpus: CorpusConfig) -> list[Source]:
         def embedded_blocks(offset: int, block_bytes: int) -> Iterator[SourceBlock]:
             return blocks_of_rows(rows, offset, block_bytes, lambda row: row)
 
-        return [Source("lines", "row", embedded_blocks, lambda: len(rows), "embedded", len(rows))]
+        return [Source("lines", "row", embedded_blocks, "embedded", len(rows), len(rows))]
     if corpus.source.startswith("hub:"):
-        blocks, rows = partial(hub_blocks, corpus), partial(hub_rows, corpus)
-        return [Source("arrow", "row", blocks, rows, corpus.source, known_rows(corpus))]
+        rows = hub_rows(corpus)
+        return [Source("arrow", "row", partial(hub_blocks, corpus), corpus.source, rows, rows)]
     return [_file_source(file, corpus) for file in corpus_files(corpus.source)]
 
 

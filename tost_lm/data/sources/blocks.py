@@ -100,12 +100,12 @@ class Source(NamedTuple):
     unit: Literal["line", "row", "item"]
     blocks: Callable[[int, int], Iterator[SourceBlock]]
     """From an offset and a block size in bytes to the blocks."""
-    rows: Callable[[], int] | None = None
-    """Counts the rows, where that is possible without reading all blocks."""
     where: str = ""
     """The name in messages; of a file, it is set by `_sources`."""
     size: int | None = None
     """In the unit of `SourceBlock.consumed`; None: unknown."""
+    rows: int | None = None
+    """Number of rows; None: unknown before all blocks are read."""
 
 
 class CorpusFormat(NamedTuple):

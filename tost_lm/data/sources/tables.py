@@ -57,13 +57,6 @@ def _check_expansion(path: Path, group: Any, text_field: str) -> None:
             )
 
 
-def parquet_rows(path: Path) -> int:
-    """Number of rows of a Parquet file, from its metadata."""
-    from pyarrow import parquet
-
-    return parquet.read_metadata(_source(path)).num_rows
-
-
 def _source(path: Path) -> Any:
     """What pyarrow opens."""
     import pyarrow
@@ -73,25 +66,20 @@ def _source(path: Path) -> Any:
 
 def arrow_blocks(path: Path, size: int, text_field: str, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
     """Blocks of an Arrow file or stream from row `offset`."""
-    total = arrow_rows(path)
+    with _arrow_batches(path) as (_, batches):  # texts are read only if they are compressed
+        total = sum(batch.num_rows for batch in batches)
     with _arrow_batches(path) as (schema, batches):
         check_column(str(path), schema, text_field)
         columns = _from_row(offset, (batch.column(text_field) for batch in batches))
         yield from column_blocks(str(path), columns, offset, block_bytes, lambda row: size * row // total)
 
 
-def arrow_rows(path: Path) -> int:
-    """Number of rows of an Arrow file or stream; texts are read only if they are compressed."""
-    with _arrow_batches(path) as (_, batches):
-        return sum(batch.num_rows for batch in batches)
+def _open(blocks: Callable, path: Path, size: int, corpus: CorpusConfig) -> Source:
+    return Source("arrow", "row", partial(blocks, path, size, corpus.text_field))
 
 
-def _open(blocks: Callable, rows: Callable, path: Path, size: int, corpus: CorpusConfig) -> Source:
-    return Source("arrow", "row", partial(blocks, path, size, corpus.text_field), partial(rows, path))
-
-
-PARQUET = CorpusFormat((".parquet",), partial(_open, parquet_blocks, parquet_rows))
-ARROW = CorpusFormat((".arrow",), partial(_open, arrow_blocks, arrow_rows))
+PARQUET = CorpusFormat((".parquet",), partial(_open, parquet_blocks))
+ARROW = CorpusFormat((".arrow",), partial(_open, arrow_blocks))
 
 
 def check_column(where: str, schema: Any, text_field: str) -> None:
@@ -217,7 +205,7 @@ def hub_fingerprint(corpus: CorpusConfig) -> str:
     return _guarded(corpus, identify)
 
 
-def known_rows(corpus: CorpusConfig) -> int | None:
+def hub_rows(corpus: CorpusConfig) -> int | None:
     """Number of rows: counted if the dataset is downloaded, else from its metadata; None: the metadata has none."""
 
     def look() -> int | None:
@@ -227,12 +215,6 @@ def known_rows(corpus: CorpusConfig) -> int | None:
         return splits[corpus.hub_split].num_examples or None if corpus.hub_split in splits else None
 
     return _guarded(corpus, look)
-
-
-def hub_rows(corpus: CorpusConfig) -> int:
-    """Number of rows; reads the dataset if the metadata has none."""
-    known = known_rows(corpus)
-    return sum(table.num_rows for table in _hub_tables(corpus, 0)) if known is None else known
 
 
 def _hub_tables(corpus: CorpusConfig, offset: int) -> Iterator[Any]:

@@ -123,7 +123,7 @@ def _line(item: Any) -> bytes:
 
 def _open_text(path: Path, size: int, corpus: CorpusConfig) -> Source:
     if corpus.text_documents == "file":
-        return Source("text", "line", partial(text_block, path), lambda: 1)
+        return Source("text", "line", partial(text_block, path))
     return Source("text", "line", partial(line_blocks, path))
 
 
