@@ -107,8 +107,6 @@ class ShardsConfig(Section):
     """`ray`: build all partitions as tasks of Ray, in the cluster of RAY_ADDRESS or on this computer, and merge them. A task has `workers` CPUs, by default 1."""
     partitions: int = Field(default=64, gt=0)
     """Engine ray: number of partitions."""
-    hash_tokens: bool = False
-    """Linked token files: hash all tokens, which reads the files once; otherwise only the first 1 MiB of each shard."""
     rebuild: bool = False
     """Replace existing shards of another corpus, tokenizer or settings. Runs that used them do not resume with the new ones."""
 

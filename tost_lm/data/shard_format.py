@@ -55,8 +55,7 @@ class LinkedEntry(Section):
 class ShardEntry(Section):
     """One shard, `name`.bin and `name`.idx; `bytes` counts the text in UTF-8 (None: unknown).
 
-    Hashes are XXH3-128 in hex, of the whole .idx and of each 1 MiB of the shard in the .bin; of linked files perhaps
-    only of the first.
+    Hashes are XXH3-128 in hex, of the whole .idx and of each 1 MiB of the shard in the .bin.
     """
 
     name: str = Field(pattern=rf"^({'|'.join(SPLITS)})_[0-9]{{5,}}$")
@@ -121,7 +120,7 @@ class Manifest(Section):
         for split in SPLITS:
             for shard in getattr(self.splits, split).shards:
                 blocks = -(-shard.tokens * ITEM_BYTES[self.dtype] // HASH_BLOCK_BYTES)
-                if len(shard.bin_xxh3) not in ({blocks, 1} if shard.linked else {blocks}):
+                if len(shard.bin_xxh3) != blocks:
                     raise ValueError(f"{shard.name}: not one hash for each block of its tokens")
         return self
 

@@ -253,8 +253,7 @@ class TokenShard:
     """
 
     def __init__(self, folder: Path, entry: dict[str, Any], dtype: str, vocab_size: int) -> None:
-        """`entry` of the manifest. Raises DataError if the file is missing or has another size, or has no hashes at a
-        URL."""
+        """`entry` of the manifest. Raises DataError if the file is missing or has another size."""
         self._path, self._tokens, self._hashes = folder / f"{entry['name']}.bin", entry["tokens"], entry["bin_xxh3"]
         self._bytes, self._vocab_size = file_sizes(entry, dtype)[0], vocab_size
         itemsize = np.dtype(dtype).itemsize
@@ -263,8 +262,6 @@ class TokenShard:
         self._checked = bytearray(-(-self._tokens // self._block_tokens))
         self._check_size()
         if isinstance(self._path, RemotePath):
-            if len(self._hashes) < len(self._checked):
-                raise DataError(f"{self._path}: its tokens have no hashes; link them with shards.hash_tokens=true")
             self._array = RemoteTokens(self._path, dtype, self._start, self._tokens, self._hashes)
         else:
             self._array = LocalTokens(self._path, dtype, self._start, self._bytes)
@@ -279,10 +276,10 @@ class TokenShard:
         return self._array[start:stop]
 
     def verify(self) -> None:
-        """Check all blocks that have a hash. Raises DataError as a slice."""
-        hashed, step = len(self._hashes) * self._block_tokens, FETCHED_AT_ONCE * self._block_tokens
-        for start in range(0, hashed, step):
-            self._check(start, min(start + step, hashed, self._tokens))
+        """Check all blocks. Raises DataError as a slice."""
+        step = FETCHED_AT_ONCE * self._block_tokens
+        for start in range(0, self._tokens, step):
+            self._check(start, min(start + step, self._tokens))
 
     @property
     def is_remote(self) -> bool:
@@ -318,7 +315,7 @@ class TokenShard:
         stop = min(first + self._block_tokens, self._tokens)
         tokens = self._array[first:stop]
         start = self._start + first * tokens.itemsize
-        if block < len(self._hashes) and xxhash.xxh3_128_hexdigest(tokens.data) != self._hashes[block]:
+        if xxhash.xxh3_128_hexdigest(tokens.data) != self._hashes[block]:
             if not isinstance(self._array, RemoteTokens):
                 raise DataError(
                     f"{self._path}: damaged between bytes {start:,} and {start + tokens.nbytes:,}, their hash differs "

@@ -170,9 +170,7 @@ def build_shards(
 def identity(config: DataPrepConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Everything that determines the tokens of a shard folder, as recorded in the manifest."""
     without_effect = {"source", "max_bad_fraction", "hub_streaming"}
-    optional = {"partition": config.shards.partition}
-    if token_files(config.corpus.source):
-        optional = {"hash_tokens": config.shards.hash_tokens}
+    partition = config.shards.partition
     return {
         "format": FORMAT,
         "tool_version": VERSION,
@@ -180,7 +178,7 @@ def identity(config: DataPrepConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "settings": {
             **config.corpus.model_dump(mode="json", exclude=without_effect),
             "shard_tokens": config.shards.shard_tokens,
-            **{name: value for name, value in optional.items() if value is not None},
+            **({"partition": partition} if partition else {}),
         },
         "tokenizer": {"sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot},
         "dtype": dtype_for(tokenizer.vocab_size),

@@ -1,6 +1,6 @@
 """Token files that Megatron wrote, used in place: links to them become the shards of a folder."""
 
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +68,7 @@ def link_tokens(config: DataPrepConfig, folder: Path) -> Linked:
             shards[split].append({
                 "name": name, "documents": end - first, "tokens": tokens, "bytes": None,
                 "idx_xxh3": xxhash.xxh3_128_hexdigest(data),
-                "bin_xxh3": list(islice(hashes, None if config.shards.hash_tokens else 1)),
+                "bin_xxh3": list(hashes),
                 "linked": linked,
             })  # fmt: skip
             first_token += tokens
