@@ -9,7 +9,7 @@ from tost_lm.markdown import table
 
 T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """The 97.5 % quantile of Student's t, by the number of values."""
-MEASURES = ("windows", "loss", "far", "copy", *(f"rare {name}" for name in DISTANCES))
+MEASURES = ("windows", "loss", "far", "copy", *(f"rare {name}" for name in DISTANCES), "loss_without_attention")
 
 
 def tables(results: Sequence[dict[str, Any]]) -> str:
