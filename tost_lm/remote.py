@@ -1,8 +1,8 @@
 """Files at URLs, by fsspec: listed, opened, fetched into a cache on the local disk, and uploaded.
 
 A file system is opened in the function that uses it, because fsspec has one for each thread. The cache is the folder
-TOST_CACHE (default ~/.cache/tost_lm): up to TOST_CACHE_GB (default 100) of blocks of token shards, which are named by
-their hash, and copies of folders and files, which are named by what the URL has and stay.
+TOST_CACHE (default ~/.cache/tost_lm) of up to TOST_CACHE_GB (default 100): half for blocks of token shards, which are
+named by their hash, and half for copies of folders and files, which are named by what the URL has.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path, PosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import xxhash
 
@@ -137,7 +137,7 @@ def open_file(path: Path) -> io.RawIOBase:
 def local_copy(
     path: Path, verify: Callable[[Path], object] = lambda copy: None, wanted: Callable[[str], bool] = lambda name: True
 ) -> Path:
-    """A local path itself; of a URL, a copy of the file or folder in the cache.
+    """A local path itself; of a URL, a copy of the file or folder in the cache, which stays while this process runs.
 
     Args:
         verify: raises TostError if a new copy is damaged.
@@ -152,9 +152,14 @@ def local_copy(
     is_file = [*files] == [path.name]
     folder = path.parent if is_file else path
     identity = sha256_bytes(json.dumps([[str(file.url), *file[1:]] for file in files.values()]).encode())[:32]
-    copy = cache_folder() / "copies" / identity / (folder.name or "files")
+    home = cache_folder() / "copies" / identity
+    copy = home / (folder.name or "files")
+    _hold(home)
     if not copy.exists():
-        fetch_folder(folder, copy, verify, files={name: file for name, file in files.items() if wanted(name)})
+        kept = {name: file for name, file in files.items() if wanted(name)}
+        _make_room(sum(file.size for file in kept.values()))
+        fetch_folder(folder, copy, verify, files=kept)
+    os.utime(home)
     return copy / path.name if is_file else copy
 
 
@@ -312,7 +317,7 @@ def _fetched(blocks: Sequence[Block]) -> Iterator[bytes]:
 
 def _keep_block(block: Block, data: bytes) -> None:
     """Write a block into the cache, and remove the oldest ones that exceed the limit of its folder."""
-    limit = _limit_bytes() // BUCKETS
+    limit = _limit_bytes() // 2 // BUCKETS
     file = Path(block.cached)
     temp = file.with_name(f".{secrets.token_hex(8)}")
     try:
@@ -353,7 +358,36 @@ def _limit_bytes() -> int:
     try:
         return int(float(text) * 1e9)
     except (ValueError, OverflowError):
-        raise StorageError(f"TOST_CACHE_GB {text}: not a number; set the size of the cache of blocks in GB") from None
+        raise StorageError(f"TOST_CACHE_GB {text}: not a number; set the size of the cache in GB") from None
+
+
+_held: dict[Path, TextIO] = {}
+"""The lock file of each copy that this process uses."""
+
+
+def _hold(home: Path) -> None:
+    """Keep a copy from being removed by other processes until this one ends."""
+    lock = home / ".lock"
+    while home not in _held or not lock.exists():
+        home.mkdir(parents=True, exist_ok=True)
+        _held[home] = lock.open("a")
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(_held[home], fcntl.LOCK_SH)
+
+
+def _make_room(needed: int) -> None:
+    """Remove the copies that were not used for the longest time, so that a new one fits; those in use stay."""
+    excess = needed - _limit_bytes() // 2
+    with suppress(FileNotFoundError):  # another process makes room, too
+        homes = sorted((cache_folder() / "copies").iterdir(), key=lambda home: home.stat().st_mtime)
+        sizes = {home: sum(file.lstat().st_size for file in home.rglob("*")) for home in homes}
+        excess += sum(sizes.values())
+        for home in homes:
+            with suppress(OSError), (home / ".lock").open("a") as file:
+                if excess > 0 and home not in _held:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(home)
+                    excess -= sizes[home]
 
 
 def _open_system(url: Path) -> tuple[Any, str]:

@@ -119,7 +119,7 @@ def test_a_small_cache_stays_below_its_limit(
 ):
     """A block that was removed is fetched again."""
     monkeypatch.setattr(remote, "BUCKETS", 1)  # so that there are enough blocks for each
-    monkeypatch.setenv("TOST_CACHE_GB", str(4 * BLOCK / 1e9))
+    monkeypatch.setenv("TOST_CACHE_GB", str(2 * 4 * BLOCK / 1e9))
     monkeypatch.setattr(remote.Block, "cached", property(lambda block: f"{cache}/blocks/00/{block.xxh3}"))
     at_url, at_home = batches_of(url, "best-fit"), batches_of(local, "best-fit")
     for step in (*range(20), *range(20)):
@@ -216,6 +216,22 @@ def test_copies_of_files_and_folders(memory: Any, cache: Path):
     assert [*list_files(as_url("memory://bucket/one"), deep=True)] == ["a.txt", "b.txt", "deep/c.txt"]
     assert [*glob_files(as_url("memory://bucket/**/*.txt"))] == ["one/a.txt", "one/b.txt", "one/deep/c.txt", "two.txt"]
     assert [*glob_files(as_url("memory://bucket/one/[a-b].txt"))] == ["a.txt", "b.txt"]
+
+
+def test_copies_that_are_not_in_use_make_room(memory: Any, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TOST_CACHE_GB", str(2 * 2500 / 1e9))
+    for name in "abc":
+        memory.pipe_file(f"/bucket/{name}", bytes(1000))
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        used, unused = (pool.apply(local_copy, [as_url(f"memory://bucket/{name}")]) for name in "ab")
+        del used
+        kept = local_copy(as_url("memory://bucket/a"))
+        pool.terminate()
+        pool.join()
+    remote._held.pop(unused.parents[1], None)
+    local_copy(as_url("memory://bucket/c"))
+    assert kept.exists()
+    assert not unused.exists()
 
 
 def _copy_at_once(url: str, start: Any) -> str:
