@@ -75,6 +75,7 @@ def test_gloo_on_one_node_does_not_follow_the_host_name(tmp_path: Path):
     assert subprocess.check_output(command, cwd=tmp_path, env=ENVIRONMENT, text=True) == "{'127.0.0.1'}\n"
 
 
+@pytest.mark.slow
 def test_sigterm_saves_on_all_ranks_and_exits_with_75(workplace: Path):
     with launched("train", "run.toml", *LONG, cwd=workplace) as process:
         wait_for_a_step(process, workplace)

@@ -80,10 +80,11 @@ def test_the_harness_has_our_scores(place: Path):
             PROGRAM, ["--model_args", "pretrained=nowhere"], "nowhere: no such folder", marks=pytest.mark.slow
         ),
         (QUICK, ["--batch_size", "2"], "pretrained is missing"),
-        (
+        pytest.param(
             QUICK,
             ["--model_args", "pretrained=export,max_length=65"],
             "not an integer from 1 to the model's positions (64)",
+            marks=pytest.mark.slow,
         ),
     ],
 )

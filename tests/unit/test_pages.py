@@ -60,7 +60,7 @@ def test_the_architecture_page_has_the_layers_that_imports_obey():
 
 
 def test_the_figure_of_lengths_shows_all_models_at_several_lengths():
-    lines = [line for axis in script("draw_length").draw().axes for line in axis.get_lines()]
+    lines = [line for axis in script("draw").draw_length().axes for line in axis.get_lines()]
     assert len(lines) == 4 * 3
     assert min(len(line.get_xdata()) for line in lines) >= 3
 

@@ -345,6 +345,7 @@ torch.save(found, "found.pt")
 """Runs models without this package."""
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_published_form_needs_no_package(tmp_path: Path):
     tokens, real, models = random_ids(3, 11), LEFT_PADDED.bool(), [make(**settings) for settings in PUBLISHED]
     for n, model in enumerate(models):

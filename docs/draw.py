@@ -1,19 +1,24 @@
-"""Draw docs/figures/length.png: time per token and memory by length, of TSSA, the delta hybrid and softmax attention.
+"""Draw the figures of the pages from stored results.
 
-python docs/draw_length.py
+    python docs/draw.py
 
-Reads the newest result of `python -m benchmarks.model` in results/benchmarks.
+- figures/length.png: time per token and memory by length, of TSSA, the delta hybrid and softmax attention; the newest
+  result of `python -m benchmarks.model`.
+- figures/recall.png: needles found by length; the results of `python -m experiments.needle_lengths`.
 """
 
 import json
 import math
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 CHECKOUT = Path(__file__).parents[1]
+TRAINED = 256
+"""Tokens of the texts that the models of `draw_recall` were trained on."""
+CHANCE = 10
 TASKS = {
     "training step": ("peak_bytes", "peak memory [MB]"),
     "decoding a token": ("state_bytes", "memory of the past [MB]"),
@@ -25,7 +30,7 @@ def newest_result() -> dict:
     return max(results, key=lambda result: result["machine"]["time"])
 
 
-def draw() -> Figure:
+def draw_length() -> Figure:
     result = newest_result()
     figure, axes = plt.subplots(2, 2, figsize=(9, 5.5), sharex=True, layout="constrained")
     for row, (task, (memory, memory_label)) in zip(axes, TASKS.items(), strict=True):
@@ -65,5 +70,33 @@ def draw() -> Figure:
     return figure
 
 
+def draw_recall() -> Figure:
+    results = [json.loads(path.read_text()) for path in sorted((CHECKOUT / "results/needle_lengths").glob("*.json"))]
+    texts = list(results[0]["choice_accuracy"])
+    figure, axes = plt.subplots(1, len(texts), figsize=(9, 3.2), sharey=True, layout="constrained")
+    for axis, text in zip(axes, texts, strict=True):
+        for form in dict.fromkeys(result["form"] for result in results):
+            seeds = [result["choice_accuracy"][text] for result in results if result["form"] == form]
+            lengths = [int(length) for length in seeds[0]]
+            columns = [[100 * seed[str(length)] for seed in seeds] for length in lengths]
+            (line,) = axis.plot(lengths, list(map(fmean, columns)), marker="o", label=form)
+            axis.fill_between(
+                lengths, list(map(min, columns)), list(map(max, columns)), color=line.get_color(), alpha=0.2
+            )
+        axis.axvline(TRAINED, color="gray", linestyle=":", linewidth=1)
+        axis.axhline(CHANCE, color="gray", linestyle="--", linewidth=1)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        axis.set_title(f"needles in {text}", fontsize=10)
+        axis.set_xlabel("tokens")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("found [%]")
+    axes[-1].legend(fontsize=8)
+    return figure
+
+
+FIGURES = {"length": draw_length, "recall": draw_recall}
+
 if __name__ == "__main__":
-    draw().savefig(CHECKOUT / "docs/figures/length.png", dpi=120, metadata={"Software": None})
+    for name, draw in FIGURES.items():
+        draw().savefig(CHECKOUT / f"docs/figures/{name}.png", dpi=120, metadata={"Software": None})
