@@ -39,6 +39,9 @@ class Forked:
         path = Path(self._outputs[0])
         return path.read_text() if path.exists() else ""
 
+    def is_running(self) -> bool:
+        return self._process.is_alive()
+
     def send_signal(self, signum: int) -> None:
         os.kill(self._process.pid, signum)
 
