@@ -155,9 +155,9 @@ def _last_run(files: list[Path]) -> str:
     every = [test for path in files for test in ([path] if path.is_file() else sorted(path.rglob("test_*.py")))]
     found = {test: tests().get(test.relative_to(CHECKOUT).as_posix(), {"passed": 0}) for test in every}
     dates = [one["date"] for one in found.values() if one["passed"]]
-    without = [f"`{test.name}`" for test, one in found.items() if not one["passed"]]
+    without = [test.name for test, one in found.items() if not one["passed"]]
     missing = f"without {', '.join(without) if len(without) < 4 else f'{len(without)} files'}" if without else ""
-    return ", ".join(filter(None, [min(dates), missing])) if dates else "not run"
+    return ", ".join(filter(None, [min(dates), missing])) if dates else "no recorded run"
 
 
 def tests() -> dict[str, Any]:

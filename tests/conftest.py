@@ -100,11 +100,10 @@ def _record(path: Path, reporter: pytest.TerminalReporter) -> None:
     stored: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else {}
     fresh = {file: one for file, one in stored.items() if one["commit"] == run["commit"]}
     for outcome in ("passed", "failed", "skipped"):
-        for report in reporter.getreports(outcome):
-            if outcome == "passed" and report.when != "call":
-                continue
-            file = report.nodeid.partition("::")[0]
-            counts = fresh.setdefault(file, {**run, "passed": 0, "failed": 0, "skipped": 0})
+        # With several workers a report may be there twice.
+        reports = reporter.getreports(outcome)
+        for name in {one.nodeid for one in reports if outcome != "passed" or one.when == "call"}:
+            counts = fresh.setdefault(name.partition("::")[0], {**run, "passed": 0, "failed": 0, "skipped": 0})
             counts[outcome] += 1
     path.write_text(json.dumps(dict(sorted((stored | fresh).items())), indent=1) + "\n")
 
