@@ -87,7 +87,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         names = [report.nodeid for report in skipped if MISSING in report.longrepr[2]]
         with Path(file).open("a") as lines:
             lines.writelines(f"{name}\n" for name in names)
-    if file := config.getoption("--record"):
+    if (file := config.getoption("--record")) and not hasattr(config, "workerinput"):
         _record(Path(file), terminalreporter)
     if budget := config.getoption("--budget"):
         write(f"{_minutes():.1f} minutes, budget {budget:g}")
@@ -100,10 +100,11 @@ def _record(path: Path, reporter: pytest.TerminalReporter) -> None:
     stored: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else {}
     fresh = {file: one for file, one in stored.items() if one["commit"] == run["commit"]}
     for outcome in ("passed", "failed", "skipped"):
-        # With several workers a report may be there twice.
-        reports = reporter.getreports(outcome)
-        for name in {one.nodeid for one in reports if outcome != "passed" or one.when == "call"}:
-            counts = fresh.setdefault(name.partition("::")[0], {**run, "passed": 0, "failed": 0, "skipped": 0})
+        for report in reporter.getreports(outcome):
+            if outcome == "passed" and report.when != "call":
+                continue
+            file = report.nodeid.partition("::")[0]
+            counts = fresh.setdefault(file, {**run, "passed": 0, "failed": 0, "skipped": 0})
             counts[outcome] += 1
     path.write_text(json.dumps(dict(sorted((stored | fresh).items())), indent=1) + "\n")
 
