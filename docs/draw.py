@@ -73,11 +73,11 @@ def draw_length() -> Figure:
 def draw_recall() -> Figure:
     results = [json.loads(path.read_text()) for path in sorted((CHECKOUT / "results/needle_lengths").glob("*.json"))]
     texts = list(results[0]["choice_accuracy"])
+    lengths = [int(length) for length in results[0]["choice_accuracy"][texts[0]]]
     figure, axes = plt.subplots(1, len(texts), figsize=(9, 3.2), sharey=True, layout="constrained")
     for axis, text in zip(axes, texts, strict=True):
         for form in dict.fromkeys(result["form"] for result in results):
             seeds = [result["choice_accuracy"][text] for result in results if result["form"] == form]
-            lengths = [int(length) for length in seeds[0]]
             columns = [[100 * seed[str(length)] for seed in seeds] for length in lengths]
             (line,) = axis.plot(lengths, list(map(fmean, columns)), marker="o", label=form)
             axis.fill_between(
