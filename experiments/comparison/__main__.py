@@ -73,8 +73,9 @@ def main(_: Path | None, config: ComparisonConfig) -> None:
 
 
 def stored(task: str) -> list[dict[str, Any]]:
-    """All results."""
-    return [json.loads(path.read_text()) for path in sorted((RESULTS / task).glob("*.json"))]
+    """All results, in the order of forms.toml."""
+    found, forms = [json.loads(path.read_text()) for path in (RESULTS / task).glob("*.json")], list(read_toml(FORMS))
+    return sorted(found, key=lambda result: (forms.index(result["form"]), result["seed"]))
 
 
 def recall_run(name: str, _: dict[str, Any], words: list[str], seed: int) -> dict[str, Any]:
