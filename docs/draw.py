@@ -1,24 +1,19 @@
-"""Draw the figures of the pages from stored results.
+"""Draw docs/figures/length.png: time per token and memory of models by length.
 
     python docs/draw.py
 
-- figures/length.png: time per token and memory by length, of TSSA, the delta hybrid and softmax attention; the newest
-  result of `python -m benchmarks.model`.
-- figures/recall.png: needles found by length; the results of `python -m experiments.needle_lengths`.
+Reads the newest result of `python -m benchmarks.model` in results/benchmarks.
 """
 
 import json
 import math
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 CHECKOUT = Path(__file__).parents[1]
-TRAINED = 256
-"""Tokens of the texts that the models of `draw_recall` were trained on."""
-CHANCE = 10
 TASKS = {
     "training step": ("peak_bytes", "peak memory [MB]"),
     "decoding a token": ("state_bytes", "memory of the past [MB]"),
@@ -70,33 +65,5 @@ def draw_length() -> Figure:
     return figure
 
 
-def draw_recall() -> Figure:
-    results = [json.loads(path.read_text()) for path in sorted((CHECKOUT / "results/needle_lengths").glob("*.json"))]
-    texts = list(results[0]["choice_accuracy"])
-    lengths = [int(length) for length in results[0]["choice_accuracy"][texts[0]]]
-    figure, axes = plt.subplots(1, len(texts), figsize=(9, 3.2), sharey=True, layout="constrained")
-    for axis, text in zip(axes, texts, strict=True):
-        for form in dict.fromkeys(result["form"] for result in results):
-            seeds = [result["choice_accuracy"][text] for result in results if result["form"] == form]
-            columns = [[100 * seed[str(length)] for seed in seeds] for length in lengths]
-            (line,) = axis.plot(lengths, list(map(fmean, columns)), marker="o", label=form)
-            axis.fill_between(
-                lengths, list(map(min, columns)), list(map(max, columns)), color=line.get_color(), alpha=0.2
-            )
-        axis.axvline(TRAINED, color="gray", linestyle=":", linewidth=1)
-        axis.axhline(CHANCE, color="gray", linestyle="--", linewidth=1)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axis.set_title(f"needles in {text}", fontsize=10)
-        axis.set_xlabel("tokens")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("found [%]")
-    axes[-1].legend(fontsize=8)
-    return figure
-
-
-FIGURES = {"length": draw_length, "recall": draw_recall}
-
 if __name__ == "__main__":
-    for name, draw in FIGURES.items():
-        draw().savefig(CHECKOUT / f"docs/figures/{name}.png", dpi=120, metadata={"Software": None})
+    draw_length().savefig(CHECKOUT / "docs/figures/length.png", dpi=120, metadata={"Software": None})

@@ -5,7 +5,7 @@
 A generated part stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`; NAME is a function of `PARTS`. A test
 compares the pages with what this program would write. The results come from these commands:
 
-- results/benchmarks: `python -m benchmarks.NAME`, one file for each device.
+- results/benchmarks: `python -m benchmarks.gpu`, one file for each GPU.
 - results/comparison: `python -m experiments.comparison`, one file for each run.
 - results/tests.json: `pytest --record`, the last run of each test file.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.gpu_settings import PARTS as GPU_PARTS
 from experiments.comparison.__main__ import stored
-from experiments.comparison.tables import recall_table, tables
+from experiments.comparison.tables import tables
 from tost_lm.cli.main import COMMANDS, purpose, source_of
 from tost_lm.markdown import table
 
@@ -65,25 +65,6 @@ def _programs(sources: Iterable[Path]) -> Iterator[str]:
                 yield f"| `{command} {positional}{prompt}` | {purpose(source)} |"
 
 
-def benchmark(name: str) -> Callable[[str], str]:
-    """The table of a benchmark on the device that measured it last, with its command, device and date."""
-
-    def part(_: str) -> str:
-        record, text = _newest(name)
-        body = text.split("\n\n", 2)[2].strip()
-        about = record["machine"]
-        at = f" at commit {about['commit'][:7]}" if about.get("commit") else ""
-        return f"{body}\n\n`python -m benchmarks.{name}`, {about['device']}, {about['time'][:10]}{at}."
-
-    return part
-
-
-def _newest(name: str) -> tuple[dict[str, Any], str]:
-    files = list((RESULTS / "benchmarks").glob(f"{name}_*.json"))
-    path = max(files, key=lambda path: json.loads(path.read_text())["machine"]["time"])
-    return json.loads(path.read_text()), path.with_suffix(".md").read_text()
-
-
 def gpu(_: str) -> str:
     """What `python -m benchmarks.gpu` has shown of each part: on which GPU, and when."""
     rows = []
@@ -105,10 +86,6 @@ def _gpu_records() -> list[dict[str, Any]]:
 
 def comparison(_: str) -> str:
     return tables(stored("text"))
-
-
-def recall(_: str) -> str:
-    return recall_table(stored("recall"))
 
 
 def guarantees(old: str) -> str:
@@ -151,11 +128,12 @@ def _gpu_parts() -> list[tuple[str, str, str]]:
 
 
 def _last_run(files: list[Path]) -> str:
-    """The earliest of the last runs, and the files without one."""
+    """The earliest of the last runs, and the files without one, or whose last run failed."""
     every = [test for path in files for test in ([path] if path.is_file() else sorted(path.rglob("test_*.py")))]
-    found = {test: tests().get(test.relative_to(CHECKOUT).as_posix(), {"passed": 0}) for test in every}
-    dates = [one["date"] for one in found.values() if one["passed"]]
-    without = [test.name for test, one in found.items() if not one["passed"]]
+    recorded = tests()
+    runs = {test: recorded.get(test.relative_to(CHECKOUT).as_posix()) for test in every}
+    good = {test: run for test, run in runs.items() if run and run["passed"] and not run["failed"]}
+    dates, without = [run["date"] for run in good.values()], [test.name for test in runs if test not in good]
     missing = f"without {', '.join(without) if len(without) < 4 else f'{len(without)} files'}" if without else ""
     return ", ".join(filter(None, [min(dates), missing])) if dates else "no recorded run"
 
@@ -168,7 +146,6 @@ def tests() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands, "gpu": gpu, "guarantees": guarantees, "status": status, "comparison": comparison,
-    "recall": recall, "long": benchmark("long"), "storage": benchmark("storage"),
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from tost_lm.errors import ConfigError, DataError
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.lm import parameter_shapes
 from tost_lm.optim.settings import OptimConfig, steps_before_decay, warmup_steps
-from tost_lm.pretrain.settings import PretrainConfig, Stage
+from tost_lm.pretrain.settings import CARRIED_OUT, PretrainConfig, Stage
 
 
 def record_of(stage: Stage, corpora: Corpora, given: PretrainConfig) -> StageRecord:
@@ -155,10 +155,6 @@ def _lines(recorded: dict[str, Any], new: PretrainConfig) -> list[str]:
     lines = differences_of_trees(defaults | known, ours)
     # The context follows from train.seq_len.
     return [x for x in lines if x.partition(".")[0] not in CARRIED_OUT and not x.startswith("model.context_length")]
-
-
-CARRIED_OUT = {"validation", "evaluation", "launch", "parallel", "deepspeed", "memory", "checkpoint", "run"}
-"""Sections that do not identify a run. A record has default values of them, perhaps those of an earlier version."""
 
 
 MAY_CHANGE = {"train.steps", "optim.warmup_steps"}

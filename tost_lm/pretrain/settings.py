@@ -27,6 +27,19 @@ from tost_lm.pretrain.sections import (
     ValidationConfig,
 )
 
+CARRIED_OUT: dict[str, Any] = {
+    "validation": ValidationConfig(),
+    "evaluation": EvaluationConfig(),
+    "launch": LaunchConfig(),
+    "parallel": ParallelConfig(),
+    "deepspeed": {},
+    "memory": MemoryConfig(),
+    "checkpoint": CheckpointConfig(),
+    "run": RunConfig(name="any"),
+    "stages": [],
+}
+"""Default values of the parts that do not identify a run. A record has them, perhaps those of an earlier version."""
+
 
 class PretrainConfig(Section):
     """Settings of `tost train`, from a file of `configs/pretrain/`."""
@@ -205,24 +218,13 @@ class PretrainConfig(Section):
 
     def what_is_trained(self) -> "PretrainConfig":
         """The settings that identify a run; all others have default values."""
-        carried_out = {
-            "validation": ValidationConfig(),
-            "evaluation": EvaluationConfig(),
-            "launch": LaunchConfig(),
-            "parallel": ParallelConfig(),
-            "deepspeed": {},
-            "memory": MemoryConfig(),
-            "checkpoint": CheckpointConfig(),
-            "run": RunConfig(name="any"),
-            "stages": [],
-        }
         skipped = [(a, b) for a, b in self.data.skip_steps if b > self.first_step and a <= self.train.steps]
         data = self.data.model_copy(update={"workers": 1, "skip_steps": skipped})
         optim = self.optim.model_copy(update={"warmup_steps": warmup_steps(self.optim, self.schedule_steps)})
         train = self.train.model_copy(update={"micro_batch_size": 1, "rewind": None})
         # Initial weights may raise the context. Plugins are compared by the hashes of their texts.
         model = self.model.model_copy(update={"context_length": self.train.seq_len, "plugins": []})
-        return self.model_copy(update={**carried_out, "model": model, "data": data, "optim": optim, "train": train})
+        return self.model_copy(update={**CARRIED_OUT, "model": model, "data": data, "optim": optim, "train": train})
 
     def with_context_of(self, weights: ModelConfig) -> "PretrainConfig":
         """The settings for a model that continues from these weights: it was trained on their context length, too."""
