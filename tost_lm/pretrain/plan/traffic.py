@@ -46,7 +46,7 @@ def mlp_forwards(config: PlanConfig) -> float:
     stops before its last MLP tile."""
     again = config.memory.activation_checkpointing == "full"
     once = 1 + again + fraction_computed_twice(config)
-    return once if config.memory.mlp_tile_tokens is None else once + 1 - again / mlp_tiles(config)
+    return once + 1 - again / mlp_tiles(config) if config.memory.mlp_tile_tokens else once
 
 
 def outputs_not_recomputed(config: PlanConfig, letters: str) -> tuple[int, int]:
