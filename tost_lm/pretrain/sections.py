@@ -148,8 +148,8 @@ class MemoryConfig(Section):
     """Train tile by tile through all layers, exactly: number of tokens of each row in memory at once, over all sequence ranks. `auto`: as many as free memory allows. Without it whole rows."""
     offload_tile_states: bool = False
     """Keep the states between tiles in host memory. An A layer has a window of keys and values for each tile."""
-    activation_checkpointing: Literal["none", "mixers", "full"] = "none"
-    """`full`: store only the input of each block, and what it received from other ranks, and compute the block again in the backward: a third more matrix products. `mixers`: the same with the branch of the token mixer; for MLPs see mlp_tile_tokens."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """`full`: store only the input of each block, and what it received from other ranks, and compute the block again in the backward: a third more matrix products; for MLPs alone see mlp_tile_tokens."""
     mlp_tile_tokens: int | None = Field(default=None, gt=0)
     """Compute the MLP of each block in tiles of this many tokens of a row, each again in the backward: activations of its hidden channels exist for one tile only. Without it whole rows are stored."""
 
@@ -272,8 +272,6 @@ class StageConfig(Section):
     """Changes of [evaluation]."""
     parallel: dict[str, Any] = Field(default_factory=dict)
     """Changes of [parallel]."""
-    deepspeed: dict[str, Any] = Field(default_factory=dict)
-    """All settings of DeepSpeed."""
     memory: dict[str, Any] = Field(default_factory=dict)
     """Changes of [memory]."""
     checkpoint: dict[str, Any] = Field(default_factory=dict)
