@@ -233,8 +233,8 @@ class RunConfig(Section):
     """End the run after this many skipped steps in a row."""
     profile_steps: Annotated[tuple[int, int], Field(strict=False)] | None = None  # strictly, a list is no pair
     """First and last step, as in the log, to trace with torch.profiler: one file per rank in profile/."""
-    on_config_change: Literal["refuse", "stage", "restart"] = "refuse"
-    """Behaviour when the run folder has a run with other settings or shards: `refuse` prints the differences and exits; `stage` goes on from the newest checkpoint with the new settings, as one more stage; `restart` renames the old folder and starts again."""
+    on_config_change: Literal["refuse", "stage"] = "refuse"
+    """Behaviour when the run folder has a run with other settings or shards: `refuse` prints the differences and exits; `stage` goes on from the newest checkpoint with the new settings, as one more stage."""
 
     @property
     def timeouts(self) -> Timeouts:
