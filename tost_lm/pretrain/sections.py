@@ -194,19 +194,6 @@ class EvaluationConfig(Section):
         return self
 
 
-class WandbConfig(Section):
-    """Where wandb shows the run, in wandb's words."""
-
-    project: str = Field(default="tost_lm", pattern=r"^[^/\\#?%:]+$")
-    """Project of the run."""
-    entity: str | None = None
-    """User or team that owns the project; default: WANDB_ENTITY, else that of wandb's login."""
-    group: str | None = None
-    """Group of runs; default: WANDB_RUN_GROUP, else none."""
-    mode: Literal["online", "offline"] | None = None
-    """Upload during the run, or write files for `wandb sync`; default: WANDB_MODE, else offline."""
-
-
 class RunConfig(Section):
     """Where and how the run is executed. It may change between launches, because it does not affect the result."""
 
@@ -219,8 +206,7 @@ class RunConfig(Section):
     log_every: int = Field(default=10, gt=0)
     """Steps between log lines and rows of metrics.jsonl."""
     loggers: list[Literal["wandb", "tensorboard"]] = Field(default=["wandb"])
-    """Where the rows of the JSONL files are shown as well: wandb (not with WANDB_MODE=disabled, unless run.wandb.mode is set), TensorBoard."""
-    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    """Where the rows of the JSONL files are shown as well: wandb, whose own variables say how (WANDB_MODE: default offline; WANDB_PROJECT: default tost_lm), TensorBoard."""
     stop_at_step: int | None = Field(default=None, gt=0)
     """Save and stop after this step; a later launch resumes from it."""
     max_minutes: float | None = Field(default=None, gt=0)
