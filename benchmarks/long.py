@@ -66,7 +66,7 @@ class LongBenchmarkConfig(Section):
 
 def run(config: LongBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]], str]:
     bench = config.bench
-    model = {**config.shape.model_dump(), "positions": "sinusoidal", "tssa": {"denom_bias": "head"}}
+    model = {**config.shape.model_dump(), "positions": "none", "tssa": {"denom_bias": "head"}}
     validate(ModelConfig, model, "benchmarks.long")
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # for the measured processes
     call = {"device": device, "limit_s": bench.cell_seconds, "model": model}

@@ -24,7 +24,6 @@ from benchmarks.measure import call_seconds, interleaved_seconds, peak_extra_byt
 from tost_lm.config import Section, run_program, validate
 from tost_lm.inference.generation import state_bytes
 from tost_lm.mixers.softmax.cache import KeyValueState
-from tost_lm.mixers.tssa.statistics import TssaState
 from tost_lm.model import LMState, ModelConfig, TostLM
 from tost_lm.model.config import PRESETS
 from tost_lm.model.streaming import TILE_TOKENS, prefill
@@ -200,8 +199,6 @@ def _state_after(model: TostLM, tokens: int) -> LMState:
         if isinstance(layer, KeyValueState):
             _, H, _, D = layer.key.shape
             layers.append(KeyValueState(*(layer.key.new_empty(1, H, tokens, D).normal_() for _ in range(2))))
-        elif isinstance(layer, TssaState):
-            layers.append(layer._replace(count=torch.full_like(layer.count, tokens)))
         else:
             layers.append(layer)
     return LMState(tuple(layers), (tokens,))

@@ -1,7 +1,7 @@
 """Multi-query associative recall (the task mqar@zoology): trains and tests small models of several patterns.
 
     python -m experiments.mqar experiments/mqar.toml
-    python -m experiments.mqar experiments/mqar.toml 'recall.patterns=["T"]' model.tssa.membership=energy-mean
+    python -m experiments.mqar experiments/mqar.toml 'recall.patterns=["T"]'
 
 Prints a table of accuracy at held-out queries by pattern, and the accuracy of guessing. The result of each model is
 written to runs/NAME/eval/mqar@zoology/results.json as soon as it is trained; a model that has a result is not trained

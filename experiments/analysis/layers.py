@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tost_lm.data.shards import Concatenation, Shards
 from tost_lm.errors import DataError
 from tost_lm.mixers.tssa.layer import TssaMixer, bias_of
-from tost_lm.mixers.tssa.statistics import TssaState, memberships, token_scores
+from tost_lm.mixers.tssa.statistics import TssaState, token_scores
 from tost_lm.model import LMState, TostLM
 from tost_lm.model.block import Block
 from tost_lm.model.streaming import to_running_dtype
@@ -118,7 +118,7 @@ class LayerTile:
     @cached_property
     def pi(self) -> Tensor:
         """Memberships Π [B, T, H], float64."""
-        return memberships(self.scores, self.mixer.membership)
+        return self.scores.softmax(-1)
 
     @property
     def branch(self) -> Tensor:
@@ -177,13 +177,11 @@ def layer_scores(mixer: TssaMixer, w_BTHD: Tensor, state: TssaState | None, info
     dtype = statistics_dtype(w_BTHD)
     w_sq_BTHD = w_BTHD.to(dtype).square()
     energy_BTHD = w_sq_BTHD.cumsum(1)
-    count_BT = torch.arange(1, w_BTHD.shape[1] + 1, device=w_BTHD.device).expand(w_BTHD.shape[:2])
     if state is not None:
         energy_BTHD = energy_BTHD + state.energy[:, None].to(dtype)
-        count_BT = count_BT + state.count[:, None]
     bias_HT = bias_of(mixer.denom_bias, info)
     bias_TH = None if bias_HT is None else bias_HT.mT.to(dtype)
-    return token_scores(w_sq_BTHD, energy_BTHD, count_BT, mixer.temp.to(dtype), bias_TH, mixer.membership)
+    return token_scores(w_sq_BTHD, energy_BTHD, mixer.temp.to(dtype), bias_TH)
 
 
 def standard_error(values: Tensor, documents_N: Tensor) -> Tensor | None:

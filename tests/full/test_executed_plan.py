@@ -45,7 +45,7 @@ def test_messages_equal_and_memory_within_a_twentieth(ranks: int, shape: dict[st
     ("recipe", "words"),
     [
         ("owt_tost_base", "cluster.nodes=128 parallel.sequence=1024 train.seq_len=1048576 train.global_batch_size=1 "
-         "train.micro_batch_size=1 model.positions=sinusoidal model.tssa.denom_bias=head"),
+         "train.micro_batch_size=1 model.positions=none model.tssa.denom_bias=head"),
         ("owt_tost_large", "cluster.nodes=160 parallel.tensor=8 model.heads=16 train.micro_batch_size=3"),
     ],
 )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 from test_cross_entropy_triton import check_loss_kernels
 from test_triton_compiles import check_kernels, compile_kernels
 
-CALLS = ("bfloat16 12 64 energy-share 0 100,130", "float32 5 80 energy-mean 1024 100,130")
+CALLS = ("bfloat16 12 64 bias 0 100,130", "float32 5 80 none 1024 100,130")
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -26,9 +26,8 @@ def test_a_million_single_tokens_do_not_drift():
     truth, exact = causal_tssa_naive(w.double(), temp.double())
     in_float32, narrow = causal_tssa_naive(w, temp)
     assert_as_accurate(torch.stack(ys[-LAST:], 1), in_float32[:, -LAST:], truth[:, -LAST:])
-    for ours, theirs, expected in zip(state[:3], narrow[:3], exact[:3], strict=True):
+    for ours, theirs, expected in zip(state, narrow, exact, strict=True):
         assert_as_accurate(ours.float(), theirs, expected)
-    assert state.count.item() == T
 
 
 def test_a_million_tokens_in_one_call():

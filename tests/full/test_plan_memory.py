@@ -41,7 +41,6 @@ DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
         (2, {"micro_batch": 8, "vocab_size": 512, "pattern": "TA", "parallel": {"sequence": 2}}),
         (2, {**LONG, "pattern": "DA", "softmax": {"window": 256}, "parallel": {"sequence": 2}}),
         (1, {**LONG, "memory": BLOCKS}),
-        (1, {**LONG, "pattern": "DA", "memory": {"activation_checkpointing": "mixers"}}),
         (1, {**LONG, "memory": MLP_TILES}),
         (1, {**LONG, "memory": {**BLOCKS, **MLP_TILES}}),
         (1, {"vocab_size": 512, "pattern": "A", **OTHER_FORMS}),

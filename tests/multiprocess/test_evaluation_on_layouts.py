@@ -25,7 +25,7 @@ from tost_lm.testing import assert_close, run_on_ranks
 MODELS: list[dict[str, Any]] = [
     {"pattern": "T"},
     {"pattern": "A", "positions": "none", **other_forms(window=5)},
-    {"pattern": "TDA", "tssa": {"membership": "energy-mean", "denom_bias": "head"}, "positions": "sinusoidal"},
+    {"pattern": "TDA", "tssa": {"denom_bias": "head"}, "positions": "none"},
 ]
 EOT = 1
 

@@ -25,10 +25,9 @@ TWO_KEY_HEADS = "other forms of a block"
 """Four tensor ranks cannot split its two heads of keys."""
 MODELS: dict[str, dict[str, Any]] = {
     "hybrid": {},
-    "energy-mean, nothing by position": {"pattern": "T", "tssa": {"membership": "energy-mean", "denom_bias": "head"},
-                                         "positions": "sinusoidal", "bias": False},
-    "uniform, window, no bias": {"pattern": "ATT", "tssa": {"membership": "uniform", "denom_bias": "none"},
-                                 "softmax": {"window": 5}, "positions": "none", "layer_scale": 0.0},
+    "nothing by position": {"pattern": "T", "tssa": {"denom_bias": "head"}, "positions": "none", "bias": False},
+    "window, no bias": {"pattern": "ATT", "tssa": {"denom_bias": "none"},
+                        "softmax": {"window": 5}, "positions": "none", "layer_scale": 0.0},
     TWO_KEY_HEADS: {**other_forms(window=5), "z_loss": 0.1},
     "delta": {"pattern": "DDA", "positions": "none", "delta": {"value_heads": 8, "qk_size": 3, "value_size": 5}},
 }  # fmt: skip

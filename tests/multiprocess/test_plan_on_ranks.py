@@ -48,16 +48,10 @@ def test_memory_to_a_tenth_and_messages_to_the_byte(axis: str, model: dict[str, 
     [
         pytest.param("TA", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}, marks=pytest.mark.slow),
         pytest.param("TD", 0.1, {"activation_checkpointing": "full", "mlp_tile_tokens": 32}, marks=pytest.mark.slow),
-        pytest.param("TA", 0.1, {"activation_checkpointing": "mixers"}, marks=pytest.mark.slow),
         ("DA", 0.1, {"activation_checkpointing": "full"}),
         *(
-            pytest.param("DA", 0.0, {"activation_checkpointing": form, **more}, marks=pytest.mark.slow)
-            for form, more in (
-                ("full", {}),
-                ("full", {"mlp_tile_tokens": 32}),
-                ("mixers", {}),
-                ("mixers", {"mlp_tile_tokens": 32}),
-            )
+            pytest.param("DA", 0.0, {"activation_checkpointing": "full", **more}, marks=pytest.mark.slow)
+            for more in ({}, {"mlp_tile_tokens": 32})
         ),
     ],
 )
@@ -79,7 +73,6 @@ def test_messages_of_what_is_computed_again(pattern: str, layer_scale: float, me
         pytest.param("DA", 0, {"tile_tokens": 100}, marks=pytest.mark.slow),
         pytest.param("TA", 0, {"tile_tokens": 60, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
         pytest.param("TD", 0, {"tile_tokens": 100, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
-        pytest.param("AD", 0, {"tile_tokens": 100, "activation_checkpointing": "mixers"}, marks=pytest.mark.slow),
     ],
 )
 def test_messages_of_tiles(pattern: str, window: int, memory: dict[str, Any]):

@@ -8,7 +8,6 @@ from agreement import NAMES, Call, Results, draw_call, errors
 from torch import Tensor
 
 from tost_lm.mixers.tssa.causal import causal_tssa
-from tost_lm.mixers.tssa.phases import UniformMemberships
 from tost_lm.mixers.tssa.statistics import TssaState
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.parallel.mesh import Axis, all_gather, all_reduce, build_mesh, start_world
@@ -20,9 +19,9 @@ from tost_lm.testing import assert_as_accurate, run_on_ranks
 HEADS, CHANNELS = 4, 5
 CALLS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((80, 80, 80), {"packed": False}),
-    ((80, 80), {"packed": False, "membership": "energy-mean", "fresh": True}),
-    ((7, 60, 1, 1, 11), {"membership": "energy-mean"}),  # a document across every cut
-    ((20, 20, 20, 20), {"membership": "uniform"}),  # cuts between documents
+    ((80, 80), {"packed": False, "fresh": True}),
+    ((7, 60, 1, 1, 11), {}),  # a document across every cut
+    ((20, 20, 20, 20), {}),  # cuts between documents
     ((1, 78, 1), {}),
 ]
 LENGTHS = {2: (37, 43), 4: (3, 33, 4, 40)}
@@ -48,23 +47,20 @@ def run_call(call: Call, sequence: Axis, tensor: Axis, backend: str) -> dict[str
     group = HEADS // tensor.size
     heads = slice(tensor.rank * group, (tensor.rank + 1) * group)
     shard = RankShard(sequence, split) if split else None
-    softmax = UniformMemberships(HEADS) if call.membership == "uniform" else SoftmaxOverRanks(tensor)
     dy, *d_state = call.d_outputs
-    statistics = [x[:, heads] for x in call.state[:3]]
+    statistics = [x[:, heads] for x in call.state]
     inputs = (call.w[:, tokens, heads], call.temp[heads], call.bias[heads, tokens], *statistics)
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     w, temp, bias, *initial = leaves
     y, final = causal_tssa(
-        w, temp, bias, membership=call.membership,
-        initial_state=TssaState(initial[0], initial[1], initial[2], call.state.count), output_final_state=True,
+        w, temp, bias, initial_state=TssaState(*initial), output_final_state=True,
         cu_seqlens=call.cu_seqlens, backend=backend, shard=shard,
-        heads=softmax if tensor.size > 1 else None,
+        heads=SoftmaxOverRanks(tensor) if tensor.size > 1 else None,
     )  # fmt: skip
     assert final is not None
-    assert torch.equal(final.count, call.state.count + torch.tensor(whole_lengths(call)))
     d_outputs = (dy[:, tokens, heads], *(x[:, heads] for x in d_state))
-    gradients = torch.autograd.grad((y, *final[:3]), leaves, d_outputs, materialize_grads=True)
-    found: dict[str, Tensor] = dict(zip(NAMES, (y.detach(), *(x.detach() for x in final[:3]), *gradients), strict=True))
+    gradients = torch.autograd.grad((y, *final), leaves, d_outputs, materialize_grads=True)
+    found: dict[str, Tensor] = dict(zip(NAMES, (y.detach(), *(x.detach() for x in final), *gradients), strict=True))
     if shard:
         for name in ("y", "dw"):
             found[name] = shard.gather(found[name].transpose(1, 2).contiguous()).transpose(1, 2)
@@ -75,10 +71,6 @@ def run_call(call: Call, sequence: Axis, tensor: Axis, backend: str) -> dict[str
         for name, x in found.items():
             found[name] = torch.cat(list(all_gather(x, tensor)()), head_dims.get(name, 1))
     return found
-
-
-def whole_lengths(call: Call) -> list[int]:
-    return [call.w.shape[1]] * len(call.w) if call.cu_seqlens is None else call.cu_seqlens.diff().tolist()
 
 
 @pytest.mark.parametrize(

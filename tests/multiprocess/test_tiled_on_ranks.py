@@ -27,12 +27,12 @@ MODELS: list[dict[str, Any]] = [
     {
         "pattern": "TA",
         "layers": 2,
-        "tssa": {"membership": "energy-mean", "denom_bias": "head"},
+        "tssa": {"denom_bias": "head"},
         "positions": "none",
         **other_forms(window=T),
         "z_loss": 0.1,
     },
-    {"pattern": "T", "tssa": {"membership": "uniform", "denom_bias": "none"}, "positions": "sinusoidal", "bias": False},
+    {"pattern": "T", "tssa": {"denom_bias": "none"}, "positions": "none", "bias": False},
     {"pattern": "DDD", "positions": "none"},
     {"pattern": "DA", "layers": 2, "heads": 4, "positions": "none", "softmax": {"kv_heads": 2, "qk_norm": True}},
     {"pattern": "A", "positions": "none", "softmax": {}},  # computed again in the backward

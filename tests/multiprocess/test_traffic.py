@@ -61,7 +61,7 @@ def sent_in_step(case: Case) -> tuple[Sendings, Sendings]:
     parallel = ParallelConfig(tensor=ranks) if case.tensor else ParallelConfig(sequence=ranks)
     mesh = build_mesh(start_world("cpu"), parallel)
     shape = {"layers": case.layers, "heads": H, "width": C, "vocab_size": 8, "pattern": case.pattern}
-    settings = {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}, **shape}
+    settings = {"positions": "none", "tssa": {"denom_bias": "head"}, **shape}
     model = apply_activation_checkpointing(
         parallelize(TostLM(validate(ModelConfig, settings, "test")), mesh), **RECOMPUTED[case.recomputed]
     )

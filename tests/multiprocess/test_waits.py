@@ -213,7 +213,7 @@ def pattern(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 SETTINGS = [
     {"softmax": {"window": 8}},
-    {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}, "softmax": {"kv_heads": 1, "qk_norm": True}},
+    {"positions": "none", "tssa": {"denom_bias": "head"}, "softmax": {"kv_heads": 1, "qk_norm": True}},
     {"positions": "none", "softmax": {"rope_theta": 0.0}},
 ]
 

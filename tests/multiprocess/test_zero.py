@@ -1,4 +1,4 @@
-"""Resuming under ZeRO, without the files: to the bit on the same parallel layout; bfloat16; settings of DeepSpeed."""
+"""Resuming under ZeRO, without the files: to the bit on the same parallel layout; bfloat16; buckets."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from training_on_layouts import LR, T, build_engine, build_model, micro_batches,
 from tost_lm import sizes
 from tost_lm.config import validate
 from tost_lm.parallel import zero
-from tost_lm.parallel.settings import DEEPSPEED_SETTINGS, ParallelConfig
+from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import tile
@@ -93,74 +93,6 @@ def test_several_buckets_are_one_bucket_to_the_bit(stages: tuple[int, ...], bflo
         for whole, in_buckets, buckets in outcomes:
             assert buckets > 2
             assert in_buckets == whole
-
-
-Trained = tuple[Curve, dict[str, torch.Tensor]]
-
-
-def trained_and_resumed(layout: ParallelConfig, bfloat16: bool, settings: dict[str, Any]) -> Trained:
-    """Losses, norms and final weights with settings of DeepSpeed, in an engine that another one continues."""
-    engine = build_engine(layout, "adamw", bfloat16=bfloat16, zero_optimization=settings)
-    assert engine.config["zero_optimization"].items() >= settings.items()
-    before = train_steps(engine, "adamw", range(2))
-    resumed = build_engine(layout, "adamw", bfloat16=bfloat16, zero_optimization=settings)
-    restore(resumed, dict(zero.full_weights(engine)), list(zero.full_moments(engine)), step=2)
-    return [*before, *train_steps(resumed, "adamw", range(2, 4))], dict(zero.full_weights(resumed))
-
-
-def differing_settings(stage: int, bfloat16: bool, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of DeepSpeed's settings that change a bit of a training."""
-    layout, found = validate(ParallelConfig, {"zero_stage": stage}, "test"), []
-    curve, weights = trained_and_resumed(layout, bfloat16, {})
-    for given in settings:
-        other_curve, others = trained_and_resumed(layout, bfloat16, given)
-        if curve != other_curve or not all(torch.equal(x, others[name]) for name, x in weights.items()):
-            found.append(given)
-    return found
-
-
-SETTINGS = [
-    (2, 1, False, [
-        {"reduce_bucket_size": 5000, "overlap_comm": False},
-        {"allgather_bucket_size": 5000, "contiguous_gradients": False},
-        {"reduce_scatter": False, "allgather_partitions": False},
-    ]),
-    pytest.param(
-        2, 1, True, [{"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "contiguous_gradients": False}],
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        2, 2, False, [
-            {"reduce_bucket_size": 5000, "allgather_bucket_size": 5000, "reduce_scatter": False},
-            {"overlap_comm": False, "allgather_partitions": False},
-            {"parameter_alignment": True},
-        ],
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        2, 3, False, [
-            {"stage3_prefetch_bucket_size": 100, "stage3_max_live_parameters": 1000},
-            {"stage3_param_persistence_threshold": 10, "stage3_max_reuse_distance": 10},
-            {"reduce_bucket_size": 5000, "overlap_comm": False},
-        ],
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        4, 3, True, [{"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 10}], marks=pytest.mark.slow
-    ),
-]  # fmt: skip
-"""Ranks, ZeRO stage, whether in bfloat16, and settings of DeepSpeed."""
-
-
-@pytest.mark.parametrize(("ranks", "stage", "bfloat16", "settings"), SETTINGS)
-def test_settings_of_deepspeed_change_no_bit(ranks: int, stage: int, bfloat16: bool, settings: list[dict[str, Any]]):
-    assert run_on_ranks(differing_settings, ranks, stage, bfloat16, settings) == [[]] * ranks
-
-
-def test_every_setting_of_deepspeed_that_a_run_may_have_is_tested():
-    cases = [getattr(case, "values", case) for case in SETTINGS]
-    tested = {name for *_, settings in cases for one in settings for name in one}
-    assert tested == set(DEEPSPEED_SETTINGS["zero_optimization"])
 
 
 def with_loops_of_deepspeed(engine: Any) -> Any:

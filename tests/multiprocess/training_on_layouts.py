@@ -125,13 +125,11 @@ def build_engine(
     bfloat16: bool = False,
     memory: dict[str, Any] | None = None,
     prepare: Callable[[TostLM], object] = lambda model: None,
-    zero_optimization: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
     """DeepSpeed around this rank's shard of the model of `settings`, which gets its values as those of a run do.
 
-    `memory` has settings of activation checkpointing, `prepare` changes the model in place, `zero_optimization` has
-    settings of DeepSpeed.
+    `memory` has settings of activation checkpointing, `prepare` changes the model in place.
     """
     mesh = build_mesh(start_world("cpu"), parallel)
     with torch.device("meta"):
@@ -148,7 +146,6 @@ def build_engine(
         accumulation=BATCH // (mesh.data.size * micro_batch_size(mesh)),
         grad_clip=grad_clip,
         bfloat16=bfloat16,
-        deepspeed_settings={"zero_optimization": zero_optimization or {}},
     )
     set_whole(engine, {name: value.detach() for name, value in build_model(**settings).named_parameters()})
     return engine

@@ -14,7 +14,7 @@ from programs import refusal, run, snapshot
 from tost_lm.data.shard_format import read_manifest
 from tost_lm.errors import ConfigError
 from tost_lm.files import manifest_bytes
-from tost_lm.parallel.preflight import network_in_use, slow_links
+from tost_lm.parallel.preflight import network_in_use
 from tost_lm.version import code_sha256
 
 HOST = socket.gethostname()
@@ -37,13 +37,11 @@ def start_nodes(*nodes: tuple[Path, list[str]], program: str = "tost preflight")
 
 def test_equal_ranks_print_a_row_and_ok_and_leave_no_files(workplace: Path):
     before = snapshot(workplace)
-    heading, row, speed, *rest = run("tost preflight", "run.toml", cwd=workplace, ranks=2).splitlines()
-    assert heading.split() == ["node", "ranks", "devices", "disk", "free", "network", "slowest", "link", "in", "out"]
+    heading, row, speed, ok = run("tost preflight", "run.toml", cwd=workplace, ranks=2).splitlines()
+    assert heading.split() == ["node", "ranks", "devices", "disk", "free", "network"]
     assert row.startswith(f"0 {HOST}  0-1    2 × cpu  ")
-    assert all(float(bandwidth) > 0 for bandwidth in row.replace(" GB/s", "").split()[-2:])
     assert speed.startswith("all_reduce over all ranks: ")
-    assert rest[-1] == "ok"
-    assert all(line.startswith("warning: ") for line in rest[:-1])  # on a busy machine
+    assert ok == "ok"
     assert snapshot(workplace) == before
 
 
@@ -131,20 +129,3 @@ def test_the_network_interface_follows_the_setting_and_must_be_reachable(monkeyp
             network_in_use("gloo")
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
         assert network_in_use("gloo") == f"{name} {address}"
-
-
-@pytest.mark.parametrize(
-    ("nodes", "bandwidths", "expected"),
-    [
-        ("0", [0.0], []),
-        ("0000", [9, 8, 5, 9], []),
-        ("0000", [9, 9, 9, 1], ["rank 3 (h0): slow link, 1.00 GB/s from rank 2 (h0)"]),
-        ("012", [2, 0.1, 0.2], ["rank 1 (h1): slow links, at most 0.20 GB/s"]),
-        ("012", [2, 2, 0.1], ["rank 2 (h2): slow link, 0.10 GB/s from rank 1 (h1)"]),
-        ("00112233", [5, 90, 5, 90, 5, 90, 5, 90], []),
-        ("00112233", [5, 90, 5, 90, 1, 90, 1, 90], ["ranks 4-5 (h2): slow links, at most 1.00 GB/s"]),
-    ],
-)
-def test_links_are_compared_with_links_of_the_same_kind(nodes: str, bandwidths: list[float], expected: list[str]):
-    ranks = [{"host": f"h{n}", "node": n, "bandwidth": b * 1e9} for n, b in zip(nodes, bandwidths, strict=True)]
-    assert [line.partition("; ")[0] for line in slow_links(ranks)] == expected

@@ -98,26 +98,9 @@ def test_a_damaged_newer_checkpoint_does_not_push_out_a_good_one(workplace: Path
     assert [folder.name for folder in sorted(checkpoints.iterdir())] == ["step_00000006", "step_00000008"]
     run("tost train", "run.toml", "checkpoint.keep_latest_k=1", "run.stop_at_step=8", cwd=workplace)
     assert [folder.name for folder in sorted(checkpoints.iterdir())] == ["step_00000008"]
-    # A restart that cannot begin leaves the earlier run where it is.
     before = snapshot(workplace / "runs")
-    for wrong in ("model.vocab_size=300", "run.device=cuda"):
-        refusal("tost train", "run.toml", "run.on_config_change=restart", "train.seed=3", wrong, cwd=workplace)
-        assert snapshot(workplace / "runs") == before
-    # One that can sets it aside, whole.
-    said = run(
-        "tost train",
-        "run.toml",
-        "run.on_config_change=restart",
-        "train.seed=3",
-        "run.stop_at_step=1",
-        cwd=workplace,
-    )
-    assert "train.seed: 0 → 3" in said
-    (aside,) = (workplace / "runs").glob("tiny.before-*")
-    assert {f"tiny/{name}": data for name, data in snapshot(aside).items()} == {
-        name: data for name, data in before.items() if name != ".tiny.lock"
-    }
-    assert [folder.name for folder in checkpoints.iterdir()] == ["step_00000001"]
+    assert "train.seed: 0 → 3" in refusal("tost train", "run.toml", "train.seed=3", cwd=workplace)
+    assert snapshot(workplace / "runs") == before
 
 
 @pytest.mark.parametrize(

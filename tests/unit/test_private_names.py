@@ -17,7 +17,6 @@ OF_DEEPSPEED = {
     "ds_process_group",
     "fp32_partitioned_groups_flat",
     "fp32_groups_gradients_flat",
-    "invalidate_secondary_tensor",
     "bf16_groups",
     "fp32_groups_gradients",
     "fp32_groups_has_gradients",

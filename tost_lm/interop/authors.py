@@ -40,7 +40,7 @@ KNOWN_ARGS = {*MODEL_ARGS, "dropout", "TSSA"}
 TSSA = {
     "pattern": "T",
     "positions": "learned",
-    "tssa": {"membership": "energy-share", "denom_bias": "position"},
+    "tssa": {"denom_bias": "position"},
 }
 MODELS = {"T": {**TSSA, **BLOCK, "gelu": "exact"}, "A": {**SOFTMAX, "gelu": "exact"}}
 """Settings of their two models, by the letter of the mixer."""

@@ -120,15 +120,10 @@ class Block(nn.Module):
         self._compiled: Callable[..., Any] | None = None
         self.set_checkpoints()
 
-    def set_checkpoints(
-        self,
-        whole: CheckpointWrapper = no_checkpoint,
-        mlp: CheckpointWrapper = no_checkpoint,
-        mixer: CheckpointWrapper = no_checkpoint,
-    ) -> None:
-        """Set the wrappers of the whole block, of its MLP branch, where tokens do not interact, so that it may call the
-        function on tiles of tokens, and of its mixer's branch."""
-        self._checkpoint, self._mlp_checkpoint, self._mixer_checkpoint = whole, mlp, mixer
+    def set_checkpoints(self, whole: CheckpointWrapper = no_checkpoint, mlp: CheckpointWrapper = no_checkpoint) -> None:
+        """Set the wrappers of the whole block and of its MLP branch, where tokens do not interact, so that it may call
+        the function on tiles of tokens."""
+        self._checkpoint, self._mlp_checkpoint = whole, mlp
 
     def compile_inside(self) -> None:
         """Compile `compute`."""
@@ -139,14 +134,9 @@ class Block(nn.Module):
 
     def compute(self, x_BTC: Tensor, state: MixerState | None, info: SequenceInfo) -> tuple[Tensor, MixerState | None]:
         """The block without the wrapper around it."""
-        x_BTC, new_state = self._mixer_checkpoint(self._add_mixed, x_BTC, state, info)
-        return self._mlp_checkpoint(self._add_mlp, x_BTC), new_state
-
-    def _add_mixed(
-        self, x_BTC: Tensor, state: MixerState | None, info: SequenceInfo
-    ) -> tuple[Tensor, MixerState | None]:
         mixed_BTC, new_state = self.mixer(self.branch_input(x_BTC, self.mixer_norm), state, info)
-        return x_BTC + self.mixer_scale(self.branch_output(mixed_BTC, self.mixer_norm)), new_state
+        x_BTC = x_BTC + self.mixer_scale(self.branch_output(mixed_BTC, self.mixer_norm))
+        return self._mlp_checkpoint(self._add_mlp, x_BTC), new_state
 
     def _add_mlp(self, x_BTC: Tensor) -> Tensor:
         y_BTC = self.mlp(self.branch_input(x_BTC, self.mlp_norm))

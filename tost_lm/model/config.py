@@ -73,8 +73,8 @@ class ModelShape(Section):
     """Channels of the residual stream (hidden size)."""
     vocab_size: int = Field(default=50304, gt=0)
     """Rows of the token embedding and of the head. The default is GPT-2's 50257, padded to a multiple of 64."""
-    positions: Literal["learned", "sinusoidal", "none"] = "learned"
-    """Position embedding, added to the token embedding: `learned` as published; `sinusoidal`, computed for any position; `none`."""
+    positions: Literal["learned", "none"] = "learned"
+    """Position embedding, added to the token embedding: `learned` as published; `none`."""
     max_positions: int = Field(default=1024, gt=0)
     """Rows of the learned tables of positions: positions `learned` and denom_bias `position` (block_size in the released code). With either, longer sequences are rejected; a model without both ignores it, and its sequence length is unlimited."""
     context_length: int = Field(default=1024, gt=0)

@@ -16,11 +16,8 @@ from tost_lm.model.streaming import TILE_TOKENS, Tokens, TokenStream
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, CrossEntropy, linear_cross_entropy
 from tost_lm.ops.initialization import draw_seed, initialize
 from tost_lm.ops.layout import SequenceShard
-from tost_lm.ops.positions import SequenceInfo, sinusoidal
+from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.precision import statistics_dtype
-
-SINUSOIDAL_STD = 0.02
-"""The initial size of learned positions and, by default, of token embeddings."""
 
 
 class Head(nn.Module):
@@ -123,11 +120,8 @@ class TostLM(nn.Module):
                 self._check_layers(state)
         x_BTC = self.embedding(tokens_BT)
         x_BTC = x_BTC.to(statistics_dtype(x_BTC))  # see tost_lm.model.block
-        position = self._positions_here(info.position)
         if self.positions is not None:
-            x_BTC = x_BTC + self.positions(position)
-        elif self.config.positions == "sinusoidal":
-            x_BTC = x_BTC + SINUSOIDAL_STD * sinusoidal(position, x_BTC.shape[-1], x_BTC.dtype)
+            x_BTC = x_BTC + self.positions(self._positions_here(info.position))
         info = info.with_rotary(self.config.rotary, x_BTC.dtype)
         states: list[Any] = []
         for i, block in enumerate(self.blocks):

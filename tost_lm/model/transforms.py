@@ -1,7 +1,6 @@
 """Transforms of a model's blocks for training, in place: activation checkpointing and `torch.compile`.
 
-With activation checkpointing, the backward computes blocks, their mixers, or tiles of their MLPs again instead of
-storing them.
+With activation checkpointing, the backward computes blocks or tiles of their MLPs again instead of storing them.
 
 Compilation makes a few fused kernels of what surrounds the token mixer. The mixer is one operator of the graph
 (`tost_lm.ops.registered`), so a block is one graph, and blocks of a kind share it. Graphs differ by layer kind, shapes,
@@ -27,28 +26,26 @@ OPTIONS: Any = {"use_reentrant": False, "preserve_rng_state": False}  # blocks d
 def apply_activation_checkpointing(
     model: TostLM,
     *,
-    activation_checkpointing: Literal["none", "mixers", "full"] = "none",
+    activation_checkpointing: Literal["none", "full"] = "none",
     mlp_tile_tokens: int = 0,
     context_fn: Callable[[], Any] = noop_context_fn,
 ) -> TostLM:
     """Install checkpoint wrappers in a model, in place. Outputs and gradients do not change.
 
     Args:
-        activation_checkpointing: `full` stores the input of a block and computes the block again in the backward;
-            `mixers` does so with the branch of the token mixer.
+        activation_checkpointing: `full` stores the input of a block and computes the block again in the backward.
         mlp_tile_tokens: the MLP branch of each block (norm, MLP, LayerScale, sum) reads this many tokens of a row at a
             time, stores its input only, and is computed again. Activations of its hidden channels exist for one tile at
             a time. 0: whole rows, stored. With sequence or tensor ranks, the tokens are those of this rank's residual
             stream.
-        context_fn: for blocks and mixers, the argument of `torch.utils.checkpoint.checkpoint`: what is stored besides
-            the input.
+        context_fn: for blocks, the argument of `torch.utils.checkpoint.checkpoint`: what is stored besides the input.
     """
-    again = partial(checkpoint, **OPTIONS, context_fn=context_fn)
+    is_full = activation_checkpointing == "full"
+    whole = partial(checkpoint, **OPTIONS, context_fn=context_fn) if is_full else no_checkpoint
     mlp = partial(_in_tiles, mlp_tile_tokens) if mlp_tile_tokens else no_checkpoint
-    whole, mixer = (again if activation_checkpointing == kind else no_checkpoint for kind in ("full", "mixers"))
     for block in model.blocks:
         assert isinstance(block, Block)
-        block.set_checkpoints(whole, mlp, mixer)
+        block.set_checkpoints(whole, mlp)
     return model
 
 

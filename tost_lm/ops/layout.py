@@ -36,8 +36,6 @@ class Layout:
     """Document of each chunk, int64, ascending."""
     first_chunk_N1: Tensor
     """Chunks of document n are first_chunk_N1[n] to first_chunk_N1[n + 1], int64."""
-    tokens_N: Tensor
-    """Length of each document, int64."""
 
     @property
     def documents(self) -> int:
@@ -87,7 +85,7 @@ def document_layout(offsets: tuple[int, ...], chunk_tokens: int, device: torch.d
     index_in_document_K = torch.arange(len(document_K)) - first_chunk_N1[document_K]
     start_K = offsets_N1[document_K] + index_in_document_K * chunk_tokens
     end_K = torch.minimum(start_K + chunk_tokens, offsets_N1[document_K + 1])
-    tensors = start_K, end_K, document_K, first_chunk_N1, offsets_N1.diff()
+    tensors = start_K, end_K, document_K, first_chunk_N1
     # One copy. Each tensor starts at a multiple of 16 bytes: at other addresses, Triton compiles its kernels again.
     joined = torch.cat([part for x in tensors for part in (x, x[: len(x) % 2])])
     parts = to_device(joined, device).split([size for x in tensors for size in (len(x), len(x) % 2)])

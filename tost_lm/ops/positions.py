@@ -1,4 +1,4 @@
-"""Positions of tokens in their documents; sinusoidal and rotary embeddings."""
+"""Positions of tokens in their documents, and rotary embeddings."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 from tost_lm.ops.layout import LocalDocuments, SequenceShard, to_device
 from tost_lm.ops.registered import handle_for
 
-SINUSOIDAL_BASE = 10000.0
 SCALED_POSITIONS, SLOW_TURNS, FAST_TURNS = 8192, 1, 4
 """Llama 3's scaling changes frequencies of at most FAST_TURNS turns in so many positions, fully up to SLOW_TURNS."""
 FIRST_BIN = 8
@@ -135,12 +134,6 @@ def position_ends(tokens: int) -> list[int]:
     while ends[-1] * 2 < tokens:
         ends.append(ends[-1] * 2)
     return [end for end in ends if end < tokens] + [tokens]
-
-
-def sinusoidal(position: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Sinusoidal embedding of each position, […, width]; mean square 1 over channels."""
-    cos, sin = _cos_sin(position, (width + 1) // 2, SINUSOIDAL_BASE, dtype)
-    return 2**0.5 * torch.cat([sin, cos], -1)[..., :width]
 
 
 def rotary_cos_sin(position: Tensor, rotary: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.cuda import nccl
 
 from tost_lm.config import Section
@@ -48,8 +47,6 @@ class PreflightResult(NamedTuple):
     """A row for each node, then bandwidth and latency of an all_reduce over all ranks."""
     problems: list[str]
     """A line for each problem that would make a run fail."""
-    warnings: list[str]
-    """A line for each slow rank or node. Measurements are noisy."""
 
 
 def check_nodes(
@@ -60,7 +57,7 @@ def check_nodes(
     runs_folder: Path,
     disk_bytes: int,
 ) -> PreflightResult:
-    """Create the process group, check and compare all ranks, measure the links, and destroy the group.
+    """Create the process group, check and compare all ranks, measure an all_reduce, and destroy the group.
 
     Args:
         settings: must be equal on all ranks.
@@ -102,7 +99,6 @@ def check_nodes(
             "device": torch.cuda.get_device_name() if world.device.type == "cuda" else world.device.type,
             "free_bytes": free_bytes,
             "network": network,
-            "bandwidth": measure_link(),
             "problems": problems,
         }
         ranks = all_gather_object(this_rank)
@@ -114,7 +110,7 @@ def check_nodes(
         ]
         stop_world()
     speed = f"all_reduce over all ranks: {_gb(bandwidth)}/s, {latency * 1e6:.0f} µs for one number"
-    return PreflightResult(f"{_table(ranks)}\n{speed}", lines, slow_links(ranks))
+    return PreflightResult(f"{_table(ranks)}\n{speed}", lines)
 
 
 def network_in_use(backend: Literal["gloo", "nccl"]) -> str:
@@ -154,60 +150,10 @@ def network_in_use(backend: Literal["gloo", "nccl"]) -> str:
 
 def measure_all_reduce() -> tuple[float, float]:
     """Bandwidth of a large all_reduce [bytes/s per rank and direction] and latency of one number [s]; collective."""
-    size, large, small = dist.get_world_size(), _large_tensor(), torch.zeros(1, device=communication_device())
+    size, device = dist.get_world_size(), communication_device()
+    large, small = torch.zeros(LARGE_BYTES[device.type] // 4, device=device), torch.zeros(1, device=device)
     seconds = _median_seconds(lambda: dist.all_reduce(large))
     return 2 * (size - 1) / size * large.nbytes / seconds, _median_seconds(lambda: dist.all_reduce(small))
-
-
-def measure_link() -> float:
-    """Bandwidth [bytes/s] from the previous rank in the ring of all ranks; 0 for a single rank. A collective call.
-
-    Links that share a rank are measured one after the other: from even ranks, from odd ranks, and, if the world size is
-    odd, the link that closes the ring.
-    """
-    rank, size, large, bandwidth = dist.get_rank(), dist.get_world_size(), _large_tensor(), 0.0
-    before, after = (rank - 1) % size, (rank + 1) % size
-    turn_of = lambda sender: 2 if size % 2 and sender == size - 1 else sender % 2
-    for turn in range(2 + size % 2 if size > 1 else 0):
-        if turn_of(rank) == turn:
-            _median_seconds(lambda: _transfer(dist.isend, large, after))
-        elif turn_of(before) == turn:
-            bandwidth = large.nbytes / _median_seconds(lambda: _transfer(dist.irecv, large, before))
-        else:
-            _median_seconds(lambda: None)
-    return bandwidth
-
-
-def slow_links(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each rank (links within nodes) or node (links between nodes) with slow links only; then other links.
-
-    A link is slow below half the median, over ranks or nodes, of the faster of their two links. `ranks` has the host,
-    node and bandwidth [bytes/s] from the previous rank in the ring, for each rank.
-    """
-    hosts, nodes = [rank["host"] for rank in ranks], [rank["node"] for rank in ranks]
-    lines = []
-    for place in ("within", "between"):
-        ends = [(i,) if place == "within" else tuple(_ranks_of(node, ranks)) for i, node in enumerate(nodes)]
-        links = [
-            (ends[i - 1], ends[i], rank["bandwidth"])
-            for i, rank in enumerate(ranks)
-            if (nodes[i - 1] == nodes[i]) == (place == "within")
-        ]
-        best: dict[tuple[int, ...], float] = {}
-        for sender, receiver, bandwidth in links:
-            best |= {end: max(best.get(end, 0.0), bandwidth) for end in (sender, receiver)}
-        median = statistics.median(best.values()) if best else 0.0
-        compared = f"the median {place} nodes is {_gb(median)}/s"
-        slow = {end: bandwidth for end, bandwidth in best.items() if bandwidth < median / 2}
-        for end, bandwidth in slow.items():
-            lines.append(f"{name_ranks(end, hosts)}: slow links, at most {_gb(bandwidth)}/s; {compared}")
-        for sender, receiver, bandwidth in links:
-            if bandwidth < median / 2 and not {sender, receiver} & slow.keys():
-                lines.append(
-                    f"{name_ranks(receiver, hosts)}: slow link, {_gb(bandwidth)}/s from {name_ranks(sender, hosts)}; "
-                    f"{compared}"
-                )
-    return lines
 
 
 def _check_shared_folder(folder: Path) -> list[str]:
@@ -249,9 +195,9 @@ def _problem_lines(ranks: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _table(ranks: Sequence[dict[str, Any]]) -> str:
-    rows = [("node", "ranks", "devices", "disk free", "network", "slowest link in", "out")]
+    rows = [("node", "ranks", "devices", "disk free", "network")]
     for node in dict.fromkeys(rank["node"] for rank in ranks):
-        here = _ranks_of(node, ranks)
+        here = [i for i, rank in enumerate(ranks) if rank["node"] == node]
         devices = Counter(ranks[i]["device"] for i in here)
         rows.append(
             (
@@ -260,16 +206,10 @@ def _table(ranks: Sequence[dict[str, Any]]) -> str:
                 ", ".join(f"{count} × {device}" for device, count in devices.items()),
                 _gb(ranks[here[0]]["free_bytes"]),
                 ranks[here[0]]["network"],
-                f"{_gb(min(ranks[i]['bandwidth'] for i in here))}/s",
-                f"{_gb(min(ranks[(i + 1) % len(ranks)]['bandwidth'] for i in here))}/s",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def _ranks_of(node: str, ranks: Sequence[dict[str, Any]]) -> list[int]:
-    return [i for i, rank in enumerate(ranks) if rank["node"] == node]
 
 
 def _median_seconds(action: Callable[[], Any]) -> float:
@@ -282,17 +222,6 @@ def _median_seconds(action: Callable[[], Any]) -> float:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:])  # the first one includes connection setup
-
-
-def _transfer(direction: Callable[..., Any], tensor: Tensor, peer: int) -> None:
-    # A batch, since NCCL creates an extra communicator for a single send.
-    for work in dist.batch_isend_irecv([dist.P2POp(direction, tensor, peer)]):
-        work.wait()
-
-
-def _large_tensor() -> Tensor:
-    device = communication_device()
-    return torch.zeros(LARGE_BYTES[device.type] // 4, device=device)
 
 
 def _address_towards(host: str) -> str:

@@ -1,6 +1,6 @@
 """Settings of the launcher and of parallel layouts, and obstacles to a layout."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -81,58 +81,4 @@ def obstacle_to_tensor_ranks(model: ModelConfig, ranks: int) -> str | None:
     if model.vocab_size % ranks:
         padded = -(-model.vocab_size // ranks) * ranks
         return f"model.vocab_size {model.vocab_size} is not divisible by parallel.tensor {ranks}; pad it to {padded}"
-    return None
-
-
-DEEPSPEED_SETTINGS = {
-    "zero_optimization": (
-        "allgather_bucket_size",
-        "allgather_partitions",
-        "contiguous_gradients",
-        "overlap_comm",
-        "parameter_alignment",
-        "reduce_bucket_size",
-        "reduce_scatter",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "stage3_param_persistence_threshold",
-        "stage3_prefetch_bucket_size",
-        "zero_hpz_partition_size",
-    ),
-}
-"""DeepSpeed's settings that a run may have, by section: those that change no bit of a result (`test_zero.py`)."""
-_REPLACED = {
-    "activation_checkpointing": "memory.activation_checkpointing",
-    "amp": "train.dtype",
-    "bf16": "train.dtype",
-    "fp16": "train.dtype",
-    "gradient_accumulation_steps": "train.global_batch_size",
-    "gradient_clipping": "optim.grad_clip",
-    "optimizer": "optim.kind",
-    "scheduler": "optim.schedule",
-    "train_batch_size": "train.global_batch_size",
-    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
-    "zero_optimization.cpu_offload": "parallel.offload",
-    "zero_optimization.cpu_offload_param": "parallel.offload",
-    "zero_optimization.offload_optimizer": "parallel.offload",
-    "zero_optimization.offload_param": "parallel.offload",
-    "zero_optimization.stage": "parallel.zero_stage",
-}
-
-
-def obstacle_to_deepspeed(settings: dict[str, Any]) -> str | None:
-    """The first of DeepSpeed's settings that a run cannot have; None: it can have all. `check_deepspeed` checks their
-    values."""
-    for section, values in settings.items():
-        for name in [section, *(f"{section}.{key}" for key in (values if isinstance(values, dict) else ()))]:
-            if name in _REPLACED:
-                return f"deepspeed.{name} would be a second {_REPLACED[name]}; set that"
-        if section not in DEEPSPEED_SETTINGS:
-            return f"deepspeed.{section}: not supported (supported: {', '.join(DEEPSPEED_SETTINGS)}); remove it"
-        if not isinstance(values, dict):
-            return f"deepspeed.{section} is not a table; write [deepspeed.{section}]"
-        known = DEEPSPEED_SETTINGS[section]
-        for key in values:
-            if key not in known:
-                return f"deepspeed.{section}.{key}: not supported (supported: {', '.join(known)}); remove it"
     return None

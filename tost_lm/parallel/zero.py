@@ -5,7 +5,7 @@ uses others.
 
     groups._WORLD_GROUP, ops.__compatible_ops__                                  timeout and compilation at the start
     optimizer._hp_optimizer_states_linked, ._lazy_init_hp_params_optimizer_state state at stages 1 and 2
-    optimizer.fp32_partitioned_groups_flat, .invalidate_secondary_tensor         partitions at stage 3
+    optimizer.fp32_partitioned_groups_flat                                       partitions at stage 3
     parameter.ds_id, .ds_tensor, .ds_numel, .ds_process_group                    partitions at stage 3
 
 Replaced in an engine:
@@ -20,17 +20,14 @@ import io
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from tost_lm.errors import ConfigError
 from tost_lm.optim.interface import statistics_of
 from tost_lm.parallel.mesh import Mesh, deepspeed_mpu
 from tost_lm.parallel.rank_weights import allocate, draw_on_rank, slice_of
@@ -64,14 +61,12 @@ def build_engine(
     accumulation: int,
     grad_clip: float,
     bfloat16: bool,
-    deepspeed_settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """A DeepSpeed engine around a model after `parallelize` that is on its device, with values or without (`allocate`).
 
     `engine.backward` averages over micro-batches and over data × sequence ranks. So a rank's loss must be the sum over
     its labelled tokens · micro-batches · ranks / labelled tokens of the global batch. In bfloat16, gradients are summed
     and sent as float32. `engine.get_global_grad_norm()` is the norm of the last step before clipping.
-    `deepspeed_settings` passed `obstacle_to_deepspeed` and `check_deepspeed`.
     """
     deepspeed = _import_deepspeed(mesh.device.type)
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -88,7 +83,6 @@ def build_engine(
             "reduce_bucket_size": bucket_elements(sum(sizes), max(sizes)),
             "overlap_comm": True,  # with the backward; stage 1 in bfloat16 cannot, and ignores it
             **_offload(parallel),
-            **deepspeed_settings.get("zero_optimization", {}),
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -111,26 +105,6 @@ def build_engine(
     short = updates_parameters(engine) or isinstance(engine.optimizer, BF16_Optimizer)
     engine.enable_backward_allreduce = mesh.replicas.size > 1 or not short
     return engine
-
-
-def check_deepspeed(settings: Mapping[str, Any], device: str) -> None:
-    """Check values by DeepSpeed's own models. Call it after the process group is created.
-
-    Raises:
-        ConfigError: one of them is invalid.
-    """
-    _import_deepspeed(device)
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    try:
-        DeepSpeedZeroConfig(**settings.get("zero_optimization", {}))
-    except ValidationError as error:
-        lines = [
-            f"{'.'.join(['deepspeed.zero_optimization', *map(str, one['loc'])])} = {one['input']}: {one['msg']}; "
-            "correct it"
-            for one in error.errors()
-        ]
-        raise ConfigError("\n".join(lines)) from None
 
 
 def full_weights(engine: Any, into: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -209,9 +183,6 @@ def set_state(engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
             torch_optimizer(engine).state[parameter][statistic].copy_(local)
         else:
             _set(parameter, local, statistic)
-    if hasattr(engine.optimizer, "invalidate_secondary_tensor"):
-        # Stage 3 with hpZ gathers from copies of the partitions, made of the weights that the engine was built with.
-        engine.optimizer.invalidate_secondary_tensor()
 
 
 def draw_weights(engine: Any) -> None:

@@ -19,19 +19,17 @@ from tost_lm.model.transforms import apply_activation_checkpointing, compile_blo
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.mesh import Mesh
-from tost_lm.parallel.zero import allocate_for_engine, build_engine, check_deepspeed
+from tost_lm.parallel.zero import allocate_for_engine, build_engine
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.start import StartPoint
 from tost_lm.pretrain.tiled import TiledLM
 
 
 def prepare_process(config: PretrainConfig, device: torch.device) -> None:
-    """Set precision and determinism of this process, and check the settings of DeepSpeed. Raises ConfigError."""
+    """Set precision and determinism of this process. Raises ConfigError."""
     set_matmul_precision(config.train.tf32, device)
     if config.train.deterministic:
         use_deterministic_kernels(config.model, device)
-    if config.deepspeed:
-        check_deepspeed(config.deepspeed, device.type)
 
 
 def warn_of_slow_layers(engine: Any, warn: Callable[[str], None]) -> None:
@@ -91,7 +89,6 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
         accumulation=config.accumulation(mesh.tensor.size * mesh.replicas.size),
         grad_clip=config.optim.grad_clip,
         bfloat16=bfloat16,
-        deepspeed_settings=config.deepspeed,
     )
 
 

@@ -13,7 +13,7 @@ from tost_lm.parallel.mesh import World
 from tost_lm.parallel.watchdog import Heartbeat
 from tost_lm.pretrain.metrics import Metrics, NullMetrics, write_run_folder
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.pretrain.start import StartPoint, rename_old_run, require_same_checkpoints
+from tost_lm.pretrain.start import StartPoint, require_same_checkpoints
 from tost_lm.pretrain.tiled import Tiling
 
 NEXT_STAGE = "next stage"
@@ -28,7 +28,6 @@ def open_folder(
         return NullMetrics()
     config = start.stage.config
     require_same_checkpoints(config, start)
-    rename_old_run(config, start)
     _set_aside(config, start)
     write_run_folder(run, world.size, world.device.type)
     if world.device.type == "cuda":

@@ -1,11 +1,11 @@
-"""wandb and TensorBoard. The JSONL files are the reference; loggers get the same rows."""
+"""wandb and TensorBoard. The JSONL files are the reference; loggers get the rows that a launch adds to them."""
 
 import json
 import os
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tost_lm.errors import ConfigError
@@ -18,8 +18,8 @@ Row = Mapping[str, Any]
 
 
 def loggers_in_use(run: RunConfig) -> list[str]:
-    """`run.loggers`, without wandb if WANDB_MODE disables it and no setting overrules that."""
-    return [name for name in run.loggers if name != "wandb" or _mode(run)[1] != "disabled"]
+    """`run.loggers`, without wandb if WANDB_MODE disables it."""
+    return [name for name in run.loggers if name != "wandb" or _wandb_mode() != "disabled"]
 
 
 def validation_values(row: Row) -> Row:
@@ -36,37 +36,24 @@ def evaluation_values(row: Row) -> Row:
     return {"step": row["step"], f"evaluation/{row['protocol']}/{headline}": row[headline]}
 
 
-def merge_by_step(metrics: Sequence[Row], validation: Sequence[Row], evaluations: Sequence[Row]) -> dict[int, Row]:
-    """The values of all rows of the three files, in the order of their steps."""
-    merged: dict[int, Row] = {}
-    for row in [*metrics, *map(validation_values, validation), *map(evaluation_values, evaluations)]:
-        merged[row["step"]] = {**merged.get(row["step"], {}), **row}
-    return dict(sorted(merged.items()))
-
-
 class TensorBoardSink:
     """Event files of all launches in tensorboard/, of which TensorBoard shows each step once.
 
     The file of a launch tells TensorBoard to hide the later steps of earlier launches.
     """
 
-    def __init__(self, config: PretrainConfig, kept: Mapping[int, Row], warn: Callable[[str], None]) -> None:
+    def __init__(self, config: PretrainConfig, first_step: int, warn: Callable[[str], None]) -> None:
         """
         Args:
-            kept: the values of earlier launches, by step; logged if there are no event files yet.
+            first_step: steps before this launch.
             warn: called with a line if TensorBoard fails; training continues without it.
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = config.run_folder / "tensorboard"
-        is_new = not any(folder.glob("events.out.tfevents.*"))
         self._warn, self._failed = warn, False
-        self._writer: Any = SummaryWriter(folder, purge_step=None if is_new else max(kept, default=0) + 1)
-        if is_new:
-            settings = json.dumps(redact_tree(config.model_dump(mode="json")), indent=1)
-            self._writer.add_text("settings", f"```\n{settings}\n```", 0)
-            for row in kept.values():
-                self.log(row)
+        self._writer: Any = SummaryWriter(config.run_folder / "tensorboard", purge_step=first_step + 1)
+        settings = json.dumps(redact_tree(config.model_dump(mode="json")), indent=1)
+        self._writer.add_text("settings", f"```\n{settings}\n```", first_step)
 
     def log(self, row: Row) -> None:
         """Log the values of a step and write them to disk."""
@@ -100,24 +87,18 @@ class WandbSink:
     wandb's last one are logged. A thread logs the rows, so a slow or hung wandb does not delay training.
     """
 
-    def __init__(
-        self, config: PretrainConfig, run_id: str, kept: Mapping[int, Row], warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: PretrainConfig, run_id: str, warn: Callable[[str], None]) -> None:
         """
         Args:
             run_id: of the run to resume; empty: a new run.
-            kept: the values of earlier launches, by step; logged online, and if there are no offline files yet.
             warn: called with a line if wandb fails; training continues without it.
 
         Raises:
-            ConfigError: wandb does not start in the mode of `run.wandb.mode` or WANDB_MODE.
+            ConfigError: wandb does not start in the mode of WANDB_MODE.
         """
         self.run_id, self._warn, self._failure = run_id or uuid.uuid4().hex, warn, ""
-        has_files = any(config.run_folder.glob(f"wandb/offline-run-*/run-{self.run_id}.wandb"))
         self._run, self._close_s = _start(config, self.run_id), config.run.timeouts.close
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-        for row in () if self._run.offline and has_files else kept.values():
-            self._rows.put(row)
         self._thread = threading.Thread(target=self._log_rows, name="wandb rows", daemon=True)
         self._thread.start()
 
@@ -158,22 +139,17 @@ class WandbSink:
             self._warn = lambda line: None
 
 
-def _mode(run: RunConfig) -> tuple[str, str]:
-    """The name of what decides the mode of wandb, and the mode."""
-    if run.wandb.mode:
-        return "run.wandb.mode", run.wandb.mode
-    return "WANDB_MODE", os.environ.get("WANDB_MODE", "offline")
+def _wandb_mode() -> str:
+    return os.environ.get("WANDB_MODE", "offline")
 
 
 def _start(config: PretrainConfig, run_id: str) -> Any:
     import wandb
 
-    name, mode = _mode(config.run)
+    mode = _wandb_mode()
     try:
         return wandb.init(
-            project=config.run.wandb.project,
-            entity=config.run.wandb.entity,
-            group=config.run.wandb.group,
+            project=os.environ.get("WANDB_PROJECT", "tost_lm"),
             name=config.run.name,
             id=run_id,
             resume="allow",
@@ -185,7 +161,7 @@ def _start(config: PretrainConfig, run_id: str) -> Any:
         )
     except (wandb.Error, ValueError) as error:
         raise ConfigError(
-            f"{name}={mode}: {_first_line(error)}; set {name} to offline, or leave wandb out of run.loggers"
+            f"WANDB_MODE={mode}: {_first_line(error)}; set it to offline, or leave wandb out of run.loggers"
         ) from None
 
 

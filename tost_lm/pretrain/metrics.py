@@ -31,7 +31,6 @@ from tost_lm.pretrain.loggers import (
     WandbSink,
     evaluation_values,
     loggers_in_use,
-    merge_by_step,
     validation_values,
 )
 from tost_lm.pretrain.settings import PretrainConfig
@@ -93,14 +92,13 @@ class Metrics:
         )
         self.wandb_run_id = progress.wandb_run_id
         """Stored in checkpoints, so that all launches of a run are one wandb run; empty without wandb."""
-        values = merge_by_step(kept["metrics"], kept["validation"], kept["evaluations"])
         loggers, self._sinks = loggers_in_use(config.run), list[WandbSink | TensorBoardSink]()
         if "wandb" in loggers:
-            wandb = WandbSink(config, self.wandb_run_id, values, self.log)
+            wandb = WandbSink(config, self.wandb_run_id, self.log)
             self._sinks.append(wandb)
             self.wandb_run_id = wandb.run_id
         if "tensorboard" in loggers:
-            self._sinks.append(TensorBoardSink(config, values, self.log))
+            self._sinks.append(TensorBoardSink(config, first_step, self.log))
 
         seconds = kept["metrics"][-1]["seconds"] if kept["metrics"] else 0.0
         self._last_step, self._last_time = first_step, time.perf_counter()

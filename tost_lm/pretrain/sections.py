@@ -148,8 +148,8 @@ class MemoryConfig(Section):
     """Train tile by tile through all layers, exactly: number of tokens of each row in memory at once, over all sequence ranks. `auto`: as many as free memory allows. Without it whole rows."""
     offload_tile_states: bool = False
     """Keep the states between tiles in host memory. An A layer has a window of keys and values for each tile."""
-    activation_checkpointing: Literal["none", "mixers", "full"] = "none"
-    """`full`: store only the input of each block, and what it received from other ranks, and compute the block again in the backward: a third more matrix products. `mixers`: the same with the branch of the token mixer; for MLPs see mlp_tile_tokens."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """`full`: store only the input of each block, and what it received from other ranks, and compute the block again in the backward: a third more matrix products; for MLPs alone see mlp_tile_tokens."""
     mlp_tile_tokens: int = Field(default=0, ge=0)
     """Compute the MLP of each block in tiles of this many tokens of a row, each again in the backward: activations of its hidden channels exist for one tile only. 0: whole rows are stored."""
 
@@ -194,19 +194,6 @@ class EvaluationConfig(Section):
         return self
 
 
-class WandbConfig(Section):
-    """Where wandb shows the run, in wandb's words."""
-
-    project: str = Field(default="tost_lm", pattern=r"^[^/\\#?%:]+$")
-    """Project of the run."""
-    entity: str | None = None
-    """User or team that owns the project; default: WANDB_ENTITY, else that of wandb's login."""
-    group: str | None = None
-    """Group of runs; default: WANDB_RUN_GROUP, else none."""
-    mode: Literal["online", "offline"] | None = None
-    """Upload during the run, or write files for `wandb sync`; default: WANDB_MODE, else offline."""
-
-
 class RunConfig(Section):
     """Where and how the run is executed. It may change between launches, because it does not affect the result."""
 
@@ -219,8 +206,7 @@ class RunConfig(Section):
     log_every: int = Field(default=10, gt=0)
     """Steps between log lines and rows of metrics.jsonl."""
     loggers: list[Literal["wandb", "tensorboard"]] = Field(default=["wandb"])
-    """Where the rows of the JSONL files are shown as well: wandb (not with WANDB_MODE=disabled, unless run.wandb.mode is set), TensorBoard."""
-    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    """Where the rows of the JSONL files are shown as well: wandb, whose own variables say how (WANDB_MODE: default offline; WANDB_PROJECT: default tost_lm), TensorBoard."""
     stop_at_step: int | None = Field(default=None, gt=0)
     """Save and stop after this step; a later launch resumes from it."""
     max_minutes: float | None = Field(default=None, gt=0)
@@ -233,8 +219,8 @@ class RunConfig(Section):
     """End the run after this many skipped steps in a row."""
     profile_steps: Annotated[tuple[int, int], Field(strict=False)] | None = None  # strictly, a list is no pair
     """First and last step, as in the log, to trace with torch.profiler: one file per rank in profile/."""
-    on_config_change: Literal["refuse", "stage", "restart"] = "refuse"
-    """Behaviour when the run folder has a run with other settings or shards: `refuse` prints the differences and exits; `stage` goes on from the newest checkpoint with the new settings, as one more stage; `restart` renames the old folder and starts again."""
+    on_config_change: Literal["refuse", "stage"] = "refuse"
+    """Behaviour when the run folder has a run with other settings or shards: `refuse` prints the differences and exits; `stage` goes on from the newest checkpoint with the new settings, as one more stage."""
 
     @property
     def timeouts(self) -> Timeouts:
@@ -272,8 +258,6 @@ class StageConfig(Section):
     """Changes of [evaluation]."""
     parallel: dict[str, Any] = Field(default_factory=dict)
     """Changes of [parallel]."""
-    deepspeed: dict[str, Any] = Field(default_factory=dict)
-    """All settings of DeepSpeed."""
     memory: dict[str, Any] = Field(default_factory=dict)
     """Changes of [memory]."""
     checkpoint: dict[str, Any] = Field(default_factory=dict)

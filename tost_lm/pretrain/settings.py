@@ -16,7 +16,7 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.optim.settings import OptimConfig, obstacle_to_schedule, warmup_steps
-from tost_lm.parallel.settings import LaunchConfig, ParallelConfig, obstacle_to_deepspeed, obstacle_to_tensor_ranks
+from tost_lm.parallel.settings import LaunchConfig, ParallelConfig, obstacle_to_tensor_ranks
 from tost_lm.pretrain.sections import (
     EvaluationConfig,
     MemoryConfig,
@@ -32,7 +32,6 @@ CARRIED_OUT: dict[str, Any] = {
     "evaluation": EvaluationConfig(),
     "launch": LaunchConfig(),
     "parallel": ParallelConfig(),
-    "deepspeed": {},
     "memory": MemoryConfig(),
     "checkpoint": CheckpointConfig(),
     "run": RunConfig(name="any"),
@@ -52,8 +51,6 @@ class PretrainConfig(Section):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    deepspeed: dict[str, Any] = Field(default_factory=dict)
-    """Settings of DeepSpeed, merged over those of the run: deepspeed.zero_optimization has sizes of buckets, prefetching and secondary partitions. What another setting decides, or what would change results, is rejected."""
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     run: RunConfig
@@ -122,7 +119,6 @@ class PretrainConfig(Section):
                 f"train.seq_len {self.train.seq_len} is less than one token for each of parallel.sequence "
                 f"{self.parallel.sequence} ranks: lower parallel.sequence"
             )
-        yield obstacle_to_deepspeed(self.deepspeed)
         yield optimizer_of(self.optim).obstacle(self.parallel.tensor, self.parallel.zero_stage)
 
     def _obstacles_of_compiler(self) -> Iterator[str]:
@@ -133,11 +129,6 @@ class PretrainConfig(Section):
             yield (
                 f"train.compile does not support parallel.{found}, whose communication is no part of a compiled graph: set "
                 f"train.compile = false or parallel.{found.split()[0]} = 1"
-            )
-        if self.memory.activation_checkpointing == "mixers":
-            yield (
-                "train.compile compiles whole blocks, and memory.activation_checkpointing mixers computes a part of them "
-                "again: set memory.activation_checkpointing = full or train.compile = false"
             )
         if self.memory.tile_tokens and self.model.kept_tokens is None:
             yield (

@@ -5,7 +5,6 @@ Every change of what is trained is one more stage: one of [[stages]], one that i
 """
 
 import gc
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +19,7 @@ from tost_lm.checkpointing.format import (
     verify_checkpoint,
 )
 from tost_lm.checkpointing.reading import load_weights, restore
-from tost_lm.checkpointing.run_folder import CHECKPOINTS, FLIGHT_RECORDER, find_checkpoint, step_folders, step_of
-from tost_lm.checkpointing.uploads import set_aside
+from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, find_checkpoint, step_folders, step_of
 from tost_lm.config import load_config
 from tost_lm.data.loader import Corpora
 from tost_lm.data.stages import Source, StageRecord
@@ -70,8 +68,6 @@ class StartPoint(NamedTuple):
     """The stages of the run so far, that one at the end."""
     resume_from: Path | None = None
     """The newest valid checkpoint; None: the run starts from step 0."""
-    restart_reason: str = ""
-    """Why the old run in the folder is renamed first; empty: it is not."""
     checkpoints: tuple[Path, ...] = ()
     """The checkpoints that the folder had when this was determined."""
     initial_weights: InitialWeights | None = None
@@ -110,7 +106,6 @@ def find_start(
             a stage can have, or as `_with_initial_weights`.
         CheckpointError: all checkpoints of the run are damaged, or were trained on other shards.
         DataError: the shards are damaged, or have another tokenizer.
-    With `run.on_config_change = "restart"` only a folder that is not a run folder raises.
     """
 
     def verify(folder: Path) -> None:
@@ -133,20 +128,15 @@ def find_start(
             raise ConfigError(f"{folder}: exists and is not a run folder (no config.toml); choose another run.name")
         return from_step_0()
     checkpoints = tuple(step_folders(folder))
-    try:
-        if not checkpoints:
-            recorded = load_config(PretrainConfig, folder / SETTINGS).in_stages()[0]
-            if changed := changes(settings_of(recorded.config), config.in_stages()[0].config):
-                raise other_settings(folder, changed)
-            return from_step_0()
-        newest = find_checkpoint(folder, warn, verify)
-        older = _rewound_to(config, newest, verify)
-        start = _resumed(config, older or newest, step_of(newest) if older else None, open_corpora)
-        return start._replace(resume_from=older or newest, checkpoints=checkpoints)
-    except (ConfigError, CheckpointError) as error:
-        if config.run.on_config_change != "restart":
-            raise
-        return from_step_0()._replace(restart_reason=str(error), checkpoints=checkpoints)
+    if not checkpoints:
+        recorded = load_config(PretrainConfig, folder / SETTINGS).in_stages()[0]
+        if changed := changes(settings_of(recorded.config), config.in_stages()[0].config):
+            raise other_settings(folder, changed)
+        return from_step_0()
+    newest = find_checkpoint(folder, warn, verify)
+    older = _rewound_to(config, newest, verify)
+    start = _resumed(config, older or newest, step_of(newest) if older else None, open_corpora)
+    return start._replace(resume_from=older or newest, checkpoints=checkpoints)
 
 
 def _rewound_to(config: PretrainConfig, newest: Path, verify: Callable[[Path], None]) -> Path | None:
@@ -269,18 +259,6 @@ def require_same_checkpoints(config: PretrainConfig, start: StartPoint) -> None:
     """Raises ConfigError when another launch has changed the checkpoints since `find_start`."""
     if tuple(step_folders(config.run_folder)) != start.checkpoints:
         raise ConfigError(f"{config.run_folder}: another launch has changed its checkpoints; run the command again")
-
-
-def rename_old_run(config: PretrainConfig, start: StartPoint) -> None:
-    """Rename the run folder if the run restarts, and print the reason."""
-    if start.restart_reason:
-        folder = config.run_folder.resolve() if config.run_folder.is_symlink() else config.run_folder
-        renamed = folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
-        if upload := config.upload_folder:
-            set_aside(upload, -1, upload.with_name(renamed.name) / CHECKPOINTS)
-        print(f"{start.restart_reason}\nrenamed {folder} to {renamed}; the run restarts", flush=True)
-        folder.rename(renamed)
-        folder.mkdir()
 
 
 def require_same_start(start: StartPoint, of_evaluation: Mapping[str, str]) -> None:

@@ -19,7 +19,7 @@ from tost_lm.testing import FLOAT32_REORDERED
 
 pytestmark = pytest.mark.quick
 
-UNLIMITED = {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}}
+UNLIMITED = {"positions": "none", "tssa": {"denom_bias": "head"}}
 
 
 def measure(run: Path, **settings: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from experiments.analysis.coding_rate import Rates, RunningRates, expand_heads, layer_rates, orthonormal
 from tost_lm.mixers.tssa.causal import causal_tssa
 from tost_lm.mixers.tssa.layer import TssaMixer
-from tost_lm.mixers.tssa.statistics import TssaState, memberships, token_scores
+from tost_lm.mixers.tssa.statistics import TssaState, token_scores
 from tost_lm.model.block import Block
 
 
@@ -55,8 +55,7 @@ def test_the_operator_is_the_gradient_of_the_variational_rate():
     w = draw(1, 12, 3, 5)
     temp = torch.tensor([0.1, 0.2, 0.05], dtype=torch.float64)
     y, _ = causal_tssa(w, temp)
-    energy, count = w.square().cumsum(1), torch.arange(1, 13)[None]
-    pi = memberships(token_scores(w.square(), energy, count, temp, None, "energy-share"), "energy-share")[0]
+    pi = token_scores(w.square(), w.square().cumsum(1), temp, None).softmax(-1)[0]
     for end in (1, 5, 12):  # equal up to the 1e-8 that the operator adds to Σ Π
         leaf = w[0].clone().requires_grad_()
         [gradient] = torch.autograd.grad(rates(leaf, pi, [end]).variational[0], leaf)
@@ -65,9 +64,7 @@ def test_the_operator_is_the_gradient_of_the_variational_rate():
         )  # the operator adds 1e-8 to Σ Π
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"layer_scale": 0.0, "bias": True}, {"pattern": "TA", "tssa": {"membership": "uniform"}}]
-)
+@pytest.mark.parametrize("settings", [{}, {"layer_scale": 0.0, "bias": True}, {"pattern": "TA"}])
 def test_rates_of_a_model_use_the_input_of_its_layers(float64_model, settings: dict):
     model, tokens = float64_model(**settings), torch.randint(50, (33,), generator=torch.Generator().manual_seed(1))
     found = layer_rates(model, tokens)
@@ -90,12 +87,12 @@ def test_rates_of_a_model_use_the_input_of_its_layers(float64_model, settings: d
     mixer, norm = block.mixer, block.mixer_norm
     assert isinstance(mixer, TssaMixer)
     w = lambda x_TC: mixer.in_proj(norm(x_TC)).unflatten(-1, (4, -1))
-    bias, kind, temp = mixer.denom_bias, model.config.tssa.membership, mixer.temp
+    bias, temp = mixer.denom_bias, mixer.temp
     bias = None if bias is None else bias.T[None, :33]
     with torch.no_grad():
-        w_sq, count = w(x)[None].square(), torch.arange(1, 34)[None]
-        pi = memberships(token_scores(w_sq, w_sq.cumsum(1), count, temp, bias, kind), kind)[0]
-        mixed, _ = causal_tssa(w(x)[None], temp, None if bias is None else bias.mT, membership=kind)
+        w_sq = w(x)[None].square()
+        pi = token_scores(w_sq, w_sq.cumsum(1), temp, bias).softmax(-1)[0]
+        mixed, _ = causal_tssa(w(x)[None], temp, None if bias is None else bias.mT)
         after = x + block.mixer_scale(mixer.out_proj(mixed.flatten(-2))[0])
         z = norm(x)
         bases = orthonormal(mixer.in_proj.weight.unflatten(0, (4, -1)))

@@ -19,9 +19,7 @@ def test_concentration_of_known_memberships():
         concentration(torch.ones(3, 1))
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, FREE, {"tssa": {"membership": "energy-mean", "denom_bias": "none"}}, {**FREE, "pattern": "TA"}]
-)
+@pytest.mark.parametrize("settings", [{}, FREE, {"tssa": {"denom_bias": "none"}}, {**FREE, "pattern": "TA"}])
 def test_recorded_memberships_are_those_of_the_layers(float64_model, settings: dict[str, str]):
     """A layer's state holds Σ Π over the tokens, also after an earlier state."""
     model, tokens = float64_model(**settings), draw(3, 40)

@@ -19,9 +19,9 @@ from tost_lm.testing import assert_as_accurate, assert_close
 VOCAB = 40
 CASES = [
     *({"pattern": letter, "positions": "none"} for letter in SPECS),
-    {"pattern": "T", "tssa": {"denom_bias": "head", "membership": "energy-mean"}, "positions": "sinusoidal"},
+    {"pattern": "T", "tssa": {"denom_bias": "head"}, "positions": "none"},
     {"pattern": "A", "softmax": {"rope_theta": 0.0}},
-    {"pattern": "A", "softmax": {"kv_heads": 1, "qk_norm": True}, "positions": "sinusoidal"},
+    {"pattern": "A", "softmax": {"kv_heads": 1, "qk_norm": True}, "positions": "none"},
     {"pattern": "A", "softmax": {"window": 1}},
     {"pattern": "A", "softmax": {"window": ROOM_TOKENS + 7}},
     {"pattern": "TDA", "layers": 3, "softmax": {"window": 9}},

@@ -20,7 +20,7 @@ from tost_lm.tasks.registry import find_tasks
 from tost_lm.testing import FLOAT32_REORDERED
 
 TEXT = "Page 1. The lines of this page are short, née 漢字 🙂.\n\n  They say little! " * 30
-UNLIMITED = {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}}
+UNLIMITED = {"positions": "none", "tssa": {"denom_bias": "head"}}
 
 
 @pytest.fixture

@@ -30,10 +30,10 @@ VOCAB = 50
 PATTERNS: list[dict[str, Any]] = [
     {"pattern": "T"},
     {"pattern": "A"},
-    {"pattern": "TA", "positions": "none", "tssa": {"denom_bias": "head", "membership": "energy-mean"}},
+    {"pattern": "TA", "positions": "none", "tssa": {"denom_bias": "head"}},
     {"pattern": "DA", "positions": "none", "softmax": {"window": 4}},
     {"pattern": "DA", "positions": "none", **other_forms(window=4), "heads": 4},
-    {"pattern": "TA", "positions": "sinusoidal", "tssa": {"denom_bias": "none"}, "softmax": {"window": 4}},
+    {"pattern": "TA", "positions": "none", "tssa": {"denom_bias": "none"}, "softmax": {"window": 4}},
 ]
 KNOWN = pytest.mark.parametrize("settings", PATTERNS, ids=lambda settings: "-".join(map(str, settings.values())))
 
@@ -314,8 +314,8 @@ PUBLISHED: list[dict[str, Any]] = [
     },
 ]  # fmt: skip
 OTHERS: list[dict[str, Any]] = [
-    {"pattern": "TA"}, {"pattern": "D", "positions": "none"}, {"tssa": {"membership": "energy-mean"}}, {"norm": "rms"},
-    {"mlp": "swiglu"}, {"positions": "sinusoidal"}, {"norm_after": "T"},
+    {"pattern": "TA"}, {"pattern": "D", "positions": "none"}, {"norm": "rms"},
+    {"mlp": "swiglu"}, {"norm_after": "T"},
 ]  # fmt: skip
 WAYS: list[dict[str, Any]] = [{}, {"do_sample": True}, {"num_beams": 3}, {"use_cache": False}]
 FRESH = """

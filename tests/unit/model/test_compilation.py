@@ -152,7 +152,7 @@ def cases() -> dict[str, tuple[registered.Registered, list[Any], list[str]]]:
     rates = [-torch.rand(1, T, H).double(), torch.rand(1, T, H).double()]
     labels = torch.randint(VOCAB, (T,))
     return {
-        "causal_tssa": (TSSA, [drawn(1, T, H, D), drawn(H), drawn(H, 2 * T), *[None] * 5], ["energy-share", "", ""]),
+        "causal_tssa": (TSSA, [drawn(1, T, H, D), drawn(H), drawn(H, 2 * T), *[None] * 4], ["", ""]),
         "short_conv": (CONVOLUTION, [drawn(1, T, C), drawn(C, 3), None, None], [""]),
         "delta_rule": (DELTA_RULE, [*keys, *rates, None, None], [""]),
         "softmax_attention": (ATTENTION, [*(drawn(1, H, T, D) for _ in range(3)), *[None] * 3], ["5", ""]),

@@ -26,7 +26,7 @@ def config_of(**settings: Any) -> ModelConfig:
     [
         {},
         {"pattern": "TA", "bias": True},
-        {"pattern": "A", "layer_scale": 0.0, "positions": "sinusoidal"},
+        {"pattern": "A", "layer_scale": 0.0, "positions": "none"},
         {"tssa": {"denom_bias": "head"}, "positions": "none"},
         {"tssa": {"denom_bias": "none"}, "bias": True},
         {"pattern": "TD", "layer_scale": 0.0},

@@ -81,7 +81,7 @@ def test_denom_bias(denom_bias: str, shape: tuple[int, ...] | None):
 
 def test_positions_that_are_computed_have_no_parameters():
     counts = {}
-    for positions in ("learned", "sinusoidal", "none"):
+    for positions in ("learned", "none"):
         model = TostLM(config(positions=positions))
         assert ("positions.weight" in dict(model.named_parameters())) == (positions == "learned")
         counts[positions] = model.parameter_count()
@@ -101,8 +101,8 @@ def test_positions_that_are_computed_have_no_parameters():
         ({"pattern": "A", "width": 36}, r"rotates pairs of channels, not 9 of a head; change model\.width"),
         ({"mixer": "tssa"}, r"mixer: unknown key"),
         (
-            {"tssa": {"membership": "energy"}},
-            r"tssa\.membership: input should be 'energy-share', 'energy-mean' or 'uniform'",
+            {"tssa": {"denom_bias": "heads"}},
+            r"tssa\.denom_bias: input should be 'position', 'head' or 'none'",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from tost_lm.model.streaming import in_tiles, prefill
 from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, assert_close
 
 VOCAB = 50
-UNLIMITED = {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}}
+UNLIMITED = {"positions": "none", "tssa": {"denom_bias": "head"}}
 
 
 def build(**settings: Any) -> TostLM:
@@ -51,7 +51,7 @@ def whole(model: TostLM, tokens: Tensor) -> tuple[Tensor, LMState]:
     "settings",
     [
         {"pattern": "T"},
-        {"pattern": "T", "tssa": {"membership": "energy-mean", "denom_bias": "head"}},
+        {"pattern": "T", "tssa": {"denom_bias": "head"}},
         {"pattern": "TTA", "layers": 3, "softmax": {"window": 9}},
         {"pattern": "TA"},
         {"pattern": "A", **other_forms(window=9), "heads": 4},

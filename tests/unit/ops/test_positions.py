@@ -1,4 +1,4 @@
-"""Rotary and sinusoidal embeddings against their formulas, far out as well."""
+"""Rotary embeddings against their formula, far out as well."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tost_lm.ops.positions import apply_rotary, rotary_cos_sin, sinusoidal
+from tost_lm.ops.positions import apply_rotary, rotary_cos_sin
 
 FAR = 1_000_003
 
@@ -39,14 +39,3 @@ def test_rows_at_different_positions_turn_by_their_own():
     turned = apply_rotary(x, rotary_cos_sin(position, (4, 100.0), x.dtype))
     for row in range(2):
         assert torch.equal(turned[row], apply_rotary(x[row], rotary_cos_sin(position[row], (4, 100.0), x.dtype)))
-
-
-@pytest.mark.parametrize("width", [8, 7])
-def test_sinusoids(width: int):
-    position = torch.tensor([0, 5, FAR])
-    ours = sinusoidal(position, width, torch.float64)
-    half = (width + 1) // 2
-    for n, p in enumerate(position.tolist()):
-        angles = [p * 10000 ** (-i / half) for i in range(half)]
-        expected = [*map(math.sin, angles), *map(math.cos, angles)][:width]
-        assert_close(ours[n], math.sqrt(2) * torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-9)

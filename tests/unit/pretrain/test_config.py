@@ -102,18 +102,6 @@ MUON = 'optim.kind "muon" needs whole matrices and gradients on each rank, and p
             )
             for name, found, fix in (("tensor", 2, 1), ("zero_stage", 1, 0), ("zero_stage", 3, 0))
         ),
-        (
-            "memory.activation_checkpointing=mixers train.compile=true",
-            "train.compile compiles whole blocks, and",
-        ),
-        (
-            "deepspeed.zero_optimization.stage=3",
-            "deepspeed.zero_optimization.stage would be a second parallel.zero_stage; set that",
-        ),
-        ("deepspeed.zero_optimization.round_robin_gradients=true", "zero_optimization.round_robin_gradients: not supp"),
-        ("deepspeed.zero_optimization.reduce_bucket=3", ", reduce_bucket_size, "),
-        ("deepspeed.fp16.enabled=true", "deepspeed.fp16 would be a second train.dtype; set that"),
-        ("deepspeed.autotuning={}", "deepspeed.autotuning: not supported (supported: zero_optimization); remove it"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, words: str, problem: str):
@@ -204,11 +192,3 @@ def test_zero_3_needs_equally_many_mlp_tiles_on_each_sequence_rank(tmp_path: Pat
     read(tmp_path, data, *ranks, "train.seq_len=8", "memory.mlp_tile_tokens=3")
     read(tmp_path, data, *ranks, "train.seq_len=7", "memory.mlp_tile_tokens=2")
     read(tmp_path, data, "parallel.sequence=2", "train.seq_len=7", "memory.mlp_tile_tokens=3")
-
-
-def test_other_settings_of_deepspeed_are_passed_on_and_identify_no_run(tmp_path: Path):
-    config = read(tmp_path, '[data]\nfolder = "d"\n', "deepspeed.zero_optimization.reduce_bucket_size=1000")
-    assert config.deepspeed == {"zero_optimization": {"reduce_bucket_size": 1000}}
-    (tmp_path / "written.toml").write_text(to_toml(config))
-    assert load_config(PretrainConfig, tmp_path / "written.toml") == config
-    assert config.what_is_trained().deepspeed == {}

@@ -19,7 +19,7 @@ from tost_lm.model import TostLM
 from tost_lm.pretrain.changes import changes, record_of, settings_of
 from tost_lm.pretrain.metrics import write_run_folder
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.pretrain.start import StartPoint, find_start, rename_old_run, require_same_checkpoints
+from tost_lm.pretrain.start import StartPoint, find_start, require_same_checkpoints
 
 TOKENIZER = made(byte_level())
 SETTINGS: dict[str, Any] = {
@@ -134,8 +134,6 @@ def test_a_checkpoint_of_another_run_is_refused(run: Path):
     with pytest.raises(ConfigError) as caught:
         start_of(config())
     assert str(caught.value).splitlines()[1:] == ["optim.lr: 0.5 → 0.0006", "train.seed: 5 → 0"]
-    restart = start_of(config(run={"on_config_change": "restart"}))
-    assert (restart.resume_from, restart.restart_reason) == (None, str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -185,23 +183,10 @@ def test_a_longer_run_keeps_its_warm_up(run: Path):
     assert start_of(longer).resume_from == step_folder(run, 6)
 
 
-def test_restart_sets_the_other_run_aside_whole(run: Path, capsys: pytest.CaptureFixture[str]):
-    before = sorted(str(path.relative_to(run)) for path in run.rglob("*"))
-    restart = config(run={"on_config_change": "restart"}, train={"steps": 10})
-    start = start_of(restart)
-    assert start.resume_from is None
-    assert run.exists()
-    rename_old_run(restart, start)
-    assert "train.steps: 9 → 10" in capsys.readouterr().out
-    assert not any(run.iterdir())
-    (aside,) = Path("runs").glob("r.before-*")
-    assert sorted(str(path.relative_to(aside)) for path in aside.rglob("*")) == before
-
-
-def test_what_is_no_run_is_refused_whatever_is_asked_for(run: Path):
+def test_what_is_no_run_is_refused(run: Path):
     (run / "config.toml").unlink()
     with pytest.raises(ConfigError, match="not a run folder"):
-        start_of(config(run={"on_config_change": "restart"}))
+        start_of(config())
     Path("runs/file").touch()
     with pytest.raises(ConfigError, match="not a run folder"):
         start_of(config(run={"name": "file"}))

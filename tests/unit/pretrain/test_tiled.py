@@ -58,9 +58,8 @@ def assert_as_whole(model, tile_tokens, **batch):
 
 PACKED = {"rows": 1, "cu_seqlens": DOCUMENTS}
 OTHER_MODELS = [
-    {"positions": "sinusoidal", "tssa": {"denom_bias": "head"}},
+    {"positions": "none", "tssa": {"denom_bias": "head"}},
     {"positions": "none", "tssa": {"denom_bias": "none"}, "bias": True},
-    {"tssa": {"membership": "uniform"}},
     {"pattern": "TA", **other_forms(window=3), "heads": 4},
     {"pattern": "DA", "softmax": {"window": 3}},
     *({"pattern": "TAA", "softmax": {"window": window}} for window in (1, 9, 40)),
@@ -72,8 +71,7 @@ OTHER_MODELS = [
 @pytest.mark.parametrize(
     "settings",
     [
-        {"tssa": {"membership": "energy-share"}},
-        {"tssa": {"membership": "energy-mean"}},
+        {"pattern": "T"},
         {"pattern": "TA"},
         {"pattern": "TA", "softmax": {"window": 3}},
         {"pattern": "DA", **other_forms(window=0), "heads": 4},

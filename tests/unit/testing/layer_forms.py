@@ -11,8 +11,8 @@ from tost_lm.model import ModelConfig
 
 OTHER_FORMS: dict[str, list[dict[str, Any]]] = {
     "T": [
-        {"tssa": {"membership": "energy-mean", "denom_bias": "head"}, "bias": True},
-        {"tssa": {"membership": "uniform", "denom_bias": "none"}},
+        {"tssa": {"denom_bias": "head"}, "bias": True},
+        {"tssa": {"denom_bias": "none"}},
     ],
     "D": [
         {"delta": {"qk_heads": 1, "value_heads": 2, "qk_size": 5, "value_size": 3, "beta_to_two": beta_to_two}}

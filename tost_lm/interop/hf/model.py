@@ -43,11 +43,10 @@ AUTO_MAP = {"AutoConfig": "modeling_tost.TostConfig", "AutoModelForCausalLM": "m
 def is_self_contained(model: ModelConfig) -> bool:
     """Whether `MODELING` computes the model: TSSA in every layer, with settings of the published form.
 
-    Sizes, biases, LayerScale, GELU, head, positions `learned` or `none`, and `tssa.denom_bias` are free.
+    Sizes, biases, LayerScale, GELU, head, positions and `tssa.denom_bias` are free.
     """
-    settings = (model.tssa.membership, model.norm, model.norm_after, model.mlp)
-    is_published = settings == ("energy-share", "layer", "", "gelu") and model.positions != "sinusoidal"
-    return set(model.letters) == {"T"} and is_published
+    settings = (set(model.letters), model.norm, model.norm_after, model.mlp)
+    return settings == ({"T"}, "layer", "", "gelu")
 
 
 @strict

@@ -33,29 +33,26 @@ def one_thread(device: torch.device) -> Iterator[None]:
 
 
 class CausalTssa(torch.autograd.Function):
-    """apply(passes, layout, softmax, membership, count_n, w_MHD, temp_H, bias_BHT, energy, …) → y, energy, …
+    """apply(passes, layout, softmax, w_MHD, temp_H, bias_BHT, energy, …) → y, energy, …
 
-    The statistics have a row for each of the N documents of the whole sequences, count_n for the n on this rank.
-    Without statistics, none are returned.
+    The statistics have a row for each of the N documents of the whole sequences. Without statistics, none are returned.
     """
 
     @staticmethod
-    def forward(
-        ctx, passes: PhasedBackend, layout: Layout, softmax, membership, count_n, w_MHD, temp_H, bias_BHT, *initial
-    ):
-        scoring = Scoring(membership, temp_H, bias_BHT, count_n)
+    def forward(ctx, passes: PhasedBackend, layout: Layout, softmax, w_MHD, temp_H, bias_BHT, *initial):
+        scoring = Scoring(temp_H, bias_BHT)
         with one_thread(w_MHD.device):
             sums = Statistics(*initial) if initial else None
             y_MHD, pi_MH, before, final = passes.forward(w_MHD, layout, scoring, sums, softmax)
-        ctx.save_for_backward(count_n, w_MHD, temp_H, bias_BHT, pi_MH, *before)
-        ctx.passes, ctx.layout, ctx.softmax, ctx.membership = passes, layout, softmax, membership
+        ctx.save_for_backward(w_MHD, temp_H, bias_BHT, pi_MH, *before)
+        ctx.passes, ctx.layout, ctx.softmax = passes, layout, softmax
         return y_MHD, *(final or ())
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_MHD, *d_final):  # pyright: ignore[reportIncompatibleMethodOverride]
-        count_n, w_MHD, temp_H, bias_BHT, pi_MH, *before = ctx.saved_tensors
-        scoring = Scoring(ctx.membership, temp_H, bias_BHT, count_n)
+        w_MHD, temp_H, bias_BHT, pi_MH, *before = ctx.saved_tensors
+        scoring = Scoring(temp_H, bias_BHT)
         with torch.autocast(w_MHD.device.type, enabled=False), one_thread(w_MHD.device):
             dw_MHD, d_z_MH, d_temp_H, d_initial = ctx.passes.backward(
                 dy_MHD.contiguous(),
@@ -70,9 +67,9 @@ class CausalTssa(torch.autograd.Function):
             d_bias_BHT = None
             if bias_BHT is not None:
                 B, _, T = bias_BHT.shape
-                d_bias_MH = scoring.bias_scale(w_MHD.shape[-1]) * temp_H * d_z_MH
+                d_bias_MH = w_MHD.shape[-1] * temp_H * d_z_MH
                 d_bias_BHT = d_bias_MH.unflatten(0, (B, T)).transpose(1, 2)
-        return None, None, None, None, None, dw_MHD, d_temp_H, d_bias_BHT, *(d_initial or ())
+        return None, None, None, dw_MHD, d_temp_H, d_bias_BHT, *(d_initial or ())
 
 
 class SoftmaxOverHeads(torch.autograd.Function):

@@ -12,9 +12,9 @@ from torch import Tensor
 from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa import chunked
 from tost_lm.mixers.tssa.autograd import CausalTssa
-from tost_lm.mixers.tssa.phases import PhasedBackend, Phases, UniformMemberships
-from tost_lm.mixers.tssa.statistics import Membership, TssaState
-from tost_lm.ops.layout import document_layout, int64_tensor
+from tost_lm.mixers.tssa.phases import PhasedBackend, Phases
+from tost_lm.mixers.tssa.statistics import TssaState
+from tost_lm.ops.layout import document_layout
 
 BACKENDS = ("chunked", "triton")
 
@@ -52,7 +52,6 @@ def run(
     w_BTHD: Tensor,
     temp_H: Tensor,
     bias_BHT: Tensor | None,
-    membership: Membership,
     state: TssaState | None,
     heads: HeadSoftmax | None,
 ) -> tuple[Tensor, TssaState | None]:
@@ -65,25 +64,15 @@ def run(
     """
     w, local = w_BTHD, passes.local
     B, T, H, D = w.shape
-    if heads is None and membership == "uniform":
-        heads = UniformMemberships(H)
     layout = document_layout(local.offsets, passes.phases.chunk_tokens(H, D, w.device), w.device)
-    count_n, initial = int64_tensor(local.before, w.device), []
-    if state is not None:
-        count_n = count_n + state.count[local.documents]
-        initial = [x.to(torch.promote_types(x.dtype, temp_H.dtype)) for x in state[:3]]
+    initial = [] if state is None else [x.to(torch.promote_types(x.dtype, temp_H.dtype)) for x in state]
     y_MHD, *final = CausalTssa.apply(  # pyright: ignore[reportGeneralTypeIssues]
         passes,
         layout,
         heads,
-        membership,
-        count_n,
         w.reshape(B * T, H, D).contiguous(),
         temp_H,
         bias_BHT,
         *initial,
     )
-    if state is None:
-        return y_MHD.view(B, T, H, D), None
-    count_N = state.count + int64_tensor(local.whole_lengths, w.device)
-    return y_MHD.view(B, T, H, D), TssaState(*final, count=count_N)
+    return y_MHD.view(B, T, H, D), TssaState(*final) if final else None

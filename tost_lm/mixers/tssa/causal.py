@@ -7,14 +7,7 @@ from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa.autograd import SoftmaxOverHeads
 from tost_lm.mixers.tssa.backends import choose, run
 from tost_lm.mixers.tssa.phases import PhasedBackend
-from tost_lm.mixers.tssa.statistics import (
-    Membership,
-    TssaState,
-    check_membership,
-    check_state,
-    memberships,
-    token_scores,
-)
+from tost_lm.mixers.tssa.statistics import TssaState, check_state, token_scores
 from tost_lm.ops.layout import LocalDocuments, SequenceShard
 from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
 
@@ -24,7 +17,6 @@ def causal_tssa(
     temp: Tensor,
     bias: Tensor | None = None,
     *,
-    membership: Membership = "energy-share",
     initial_state: TssaState | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -48,10 +40,7 @@ def causal_tssa(
         w: [B, T, H, D], T ≥ 1, any floating dtype.
         temp: [H].
         bias: per head and token, already gathered by position in the document: [H, T] or [B, H, T]. It is added
-            inside the sum over channels, so it counts D times under `energy-share`, but once under `energy-mean`.
-        membership: the scores that Π, the softmax over heads, is computed from. `energy-share` as published;
-            `energy-mean` divides by the running mean of w² instead of the running sum and averages over channels;
-            `uniform` sets Π = 1/H.
+            inside the sum over channels, so it counts D times.
         initial_state: statistics of the tokens before these, differentiable; None: empty.
         output_final_state: return the state after the last token, differentiable; else None.
         cu_seqlens: int32 [N + 1], offsets of N packed documents; needs B == 1 and covers T. Each document starts from
@@ -68,9 +57,9 @@ def causal_tssa(
         float64 where w or the initial state is, else float32.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown membership or backend, or a backend that cannot run this call.
+        ValueError: shapes that do not fit, an unknown backend, or a backend that cannot run this call.
     """
-    _check_shapes(w, temp, bias, membership)
+    _check_shapes(w, temp, bias)
     B, T, H, D = w.shape
     local = LocalDocuments.of(cu_seqlens, B, T, shard.split if shard else None)
     documents = len(local.whole_lengths)
@@ -83,7 +72,7 @@ def causal_tssa(
         dtype = statistics_dtype(w)
         bias_BHT = None if bias is None else bias.to(dtype).expand(B, H, T)
         passes = PhasedBackend(choose(backend, w), local, shard)
-        y, final_state = run(passes, w, temp.to(dtype), bias_BHT, membership, state, heads)
+        y, final_state = run(passes, w, temp.to(dtype), bias_BHT, state, heads)
     return y, final_state if output_final_state else None
 
 
@@ -93,7 +82,6 @@ def tssa_step(
     bias_t: Tensor | None,
     state: TssaState,
     *,
-    membership: Membership = "energy-share",
     heads: HeadSoftmax | None = None,
 ) -> tuple[Tensor, TssaState]:
     """One token after those of `state`: the result of `causal_tssa` for T = 1, differentiable.
@@ -106,18 +94,16 @@ def tssa_step(
         temp: [H].
         bias_t: [H], [B, H] or None.
         state: statistics of the tokens before this one.
-        membership: as in `causal_tssa`.
         heads: as in `causal_tssa`.
 
     Returns:
         y_t [B, H, D] in w_t's dtype, and the state that includes the token.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown membership.
+        ValueError: shapes that do not fit.
     """
     B, H, D = w_t.shape
     check_state(state, B, H, D)
-    check_membership(membership)
     if temp.shape != (H,) or (bias_t is not None and bias_t.shape not in ((H,), (B, H))):
         bias_shape = None if bias_t is None else list(bias_t.shape)
         raise ValueError(f"temp must be [H] = [{H}] and bias_t [H] or [B, H], got {list(temp.shape)} and {bias_shape}")
@@ -127,18 +113,17 @@ def tssa_step(
         w_BHD = w_t.to(dtype)
         w_sq_BHD = w_BHD.square()
         energy_BHD = state.energy.to(running) + w_sq_BHD
-        count_B = state.count + 1
         bias_BH = None if bias_t is None else bias_t.to(dtype)
-        z_BH = token_scores(w_sq_BHD, energy_BHD.to(dtype), count_B, temp.to(dtype), bias_BH, membership)
-        pi_BH = memberships(z_BH, membership) if heads is None else SoftmaxOverHeads.apply(heads, z_BH)
+        z_BH = token_scores(w_sq_BHD, energy_BHD.to(dtype), temp.to(dtype), bias_BH)
+        pi_BH = z_BH.softmax(-1) if heads is None else SoftmaxOverHeads.apply(heads, z_BH)
         weighted_BHD = state.weighted_energy.to(running) + pi_BH[..., None] * w_sq_BHD
         mass_BH = state.mass.to(running) + pi_BH
         second_moment_BHD = weighted_BHD.to(dtype) / (mass_BH.to(dtype) + MASS_FLOOR)[..., None]
         y_BHD = -(pi_BH[..., None] * w_BHD) / (1 + second_moment_BHD)
-    return y_BHD.to(w_t.dtype), TssaState(energy_BHD, weighted_BHD, mass_BH, count_B)
+    return y_BHD.to(w_t.dtype), TssaState(energy_BHD, weighted_BHD, mass_BH)
 
 
-def _check_shapes(w: Tensor, temp: Tensor, bias: Tensor | None, membership: str) -> None:
+def _check_shapes(w: Tensor, temp: Tensor, bias: Tensor | None) -> None:
     if w.dim() != 4 or 0 in w.shape or not w.is_floating_point():
         raise ValueError(f"w must be floating point [B, T, H, D] with no size 0, got {w.dtype} {list(w.shape)}")
     B, T, H, _ = w.shape
@@ -146,4 +131,3 @@ def _check_shapes(w: Tensor, temp: Tensor, bias: Tensor | None, membership: str)
         raise ValueError(f"temp must be [H] = [{H}], got {list(temp.shape)}")
     if bias is not None and bias.shape not in ((H, T), (B, H, T)):
         raise ValueError(f"bias must be [H, T] = [{H}, {T}] or [B, H, T], got {list(bias.shape)}")
-    check_membership(membership)

@@ -3,7 +3,7 @@
 Interface and shapes as in `phases`; t tokens of a chunk.
 
 Source: arXiv 2412.17810, released causal form; the backward is derived from it. With a = 1/(1 + S2/N′), N′ = N + 1e-8
-and u = scale·temp·dz:
+and u = temp·dz:
 
     q  = dy·w·Π·a²/N′           R2 = Σ_{s≥t} q       RN = Σ_{s≥t} −Σ_d q·S2/N′
     dΠ = −Σ_d dy·w·a + Σ_d R2·w² + RN                dz = Π·(dΠ − Σ_h Π·dΠ)
@@ -52,12 +52,11 @@ class Scratch:
 
 
 class Chunk:
-    """Tokens `tokens` of document `document`."""
+    """Tokens `tokens` of a document."""
 
-    def __init__(self, index: int, document: int, start: int, end: int, layout: Layout, scratch: Scratch):
-        self.index, self.document, self.tokens = index, document, slice(start, end)
+    def __init__(self, index: int, start: int, end: int, scratch: Scratch):
+        self.index, self.tokens = index, slice(start, end)
         self._length = end - start
-        self._earlier_in_document = start - layout.offsets[document]
         self._scratch = scratch
 
     def new(self) -> Tensor:
@@ -73,29 +72,20 @@ class Chunk:
         """x · y in scratch memory."""
         return torch.mul(x, y, out=self.new())
 
-    def score_scale(self, scoring: Scoring, channels: int) -> Tensor | float:
-        """The factor of Σ_d w²/S1 in the score: 1, or [t, 1] under `energy-mean`."""
-        if scoring.membership != "energy-mean":
-            return 1.0
-        first = scoring.count_N[self.document] + self._earlier_in_document + 1
-        count_t = first + torch.arange(self._length, device=scoring.temp_H.device)
-        return (count_t.to(scoring.temp_H.dtype) / channels)[:, None]
-
     def score_bias(self, scoring: Scoring, channels: int) -> Tensor | float:
         """The bias in the score, [t, H] or 0."""
         if scoring.bias_BHT is None:
             return 0.0
         b, t = divmod(self.tokens.start, scoring.bias_BHT.shape[-1])
-        return scoring.bias_scale(channels) * scoring.bias_BHT[b, :, t : t + self._length].T
+        return channels * scoring.bias_BHT[b, :, t : t + self._length].T
 
 
 def chunks(w_MHD: Tensor, layout: Layout) -> Iterator[Chunk]:
     """All chunks. The next chunk reuses the scratch memory of this one."""
     scratch = Scratch(w_MHD, layout)
-    rows = zip(layout.document_K.tolist(), layout.start_K.tolist(), layout.end_K.tolist(), strict=True)
-    for index, (document, start, end) in enumerate(rows):
+    for index, (start, end) in enumerate(zip(layout.start_K.tolist(), layout.end_K.tolist(), strict=True)):
         scratch.reset()
-        yield Chunk(index, document, start, end, layout, scratch)
+        yield Chunk(index, start, end, scratch)
 
 
 def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
@@ -272,7 +262,7 @@ def energy_shares(w_sq: Tensor, energy: Tensor) -> Tensor:
 
 def scores(chunk: Chunk, shares_tH: Tensor, scoring: Scoring, channels: int) -> Tensor:
     """z/temp, [t, H]."""
-    return shares_tH * chunk.score_scale(scoring, channels) + chunk.score_bias(scoring, channels)
+    return shares_tH + chunk.score_bias(scoring, channels)
 
 
 def output_of(w: Tensor, pi: Tensor, weighted: Tensor, mass: Tensor, out: Tensor) -> Tensor:
@@ -335,8 +325,7 @@ def score_gradients(chunk: Chunk, d_z: Tensor, w_sq: Tensor, energy_before: Tens
     constant = energy < ENERGY_FLOOR if bool((energy[0] < ENERGY_FLOOR).any()) else None
     share = torch.div(w_sq, energy.clamp_min_(ENERGY_FLOOR), out=chunk.new())
     d_temp = (d_z * scores(chunk, share.sum(-1), scoring, channels)).sum(0)
-    u = scoring.temp_H * d_z * chunk.score_scale(scoring, channels)
-    minus_d_share = torch.div(-u[..., None], energy, out=energy)
+    minus_d_share = torch.div(-(scoring.temp_H * d_z)[..., None], energy, out=energy)
     if constant is not None:
         share.masked_fill_(constant, 0)
     d_energy = share.mul_(minus_d_share)

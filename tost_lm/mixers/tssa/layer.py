@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
-from tost_lm.mixers.tssa.phases import UniformMemberships
 from tost_lm.mixers.tssa.settings import TssaShape
-from tost_lm.mixers.tssa.statistics import Membership, TssaState
+from tost_lm.mixers.tssa.statistics import TssaState
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import running_dtype, statistics_dtype
@@ -25,7 +24,6 @@ class TssaMixer(TokenMixer):
     def __init__(self, shape: TssaShape):
         super().__init__()
         self.heads = shape.heads
-        self.membership: Membership = shape.own.membership
         self.in_proj = nn.Linear(shape.width, shape.width, bias=shape.bias)
         self.out_proj = nn.Linear(shape.width, shape.width, bias=shape.bias)
         self.temp = nn.Parameter(torch.empty(shape.heads))
@@ -40,16 +38,15 @@ class TssaMixer(TokenMixer):
         return {"temp": 1.0, "denom_bias": 0.0}
 
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
-        self.softmax = UniformMemberships(self.heads) if self.membership == "uniform" else softmax
+        self.softmax = softmax
         super().split_heads(ranks, softmax)
 
     def forward(self, x_BTC: Tensor, state: TssaState | None, info: SequenceInfo) -> tuple[Tensor, TssaState | None]:
         """Mix the tokens, given the statistics of earlier tokens. One token per document uses the recurrent form."""
         w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
-        tensors = [w_BTHD, self.temp, self.denom_bias, *(state or [None] * 4), info.state_offsets]
+        tensors = [w_BTHD, self.temp, self.denom_bias, *(state or [None] * 3), info.state_offsets]
         recurrent = "recurrent" if info.recurrent and state is not None else ""
-        options = self.membership, info.wanted_state, recurrent
-        y_BTHD, *new_state = TSSA(info, info.handle, tensors, *options, softmax=self.softmax)
+        y_BTHD, *new_state = TSSA(info, info.handle, tensors, info.wanted_state, recurrent, softmax=self.softmax)
         return self.out_proj(y_BTHD.flatten(-2)), TssaState(*new_state) if new_state else None
 
 
@@ -70,27 +67,26 @@ def bias_of(denom_bias: Tensor | None, info: SequenceInfo) -> Tensor | None:
 
 
 def _mix(
-    info: SequenceInfo, tensors: Sequence[Any], membership: Membership, _wanted: str, recurrent: str,
-    softmax: HeadSoftmax | None = None,
-) -> list[Tensor]:  # fmt: skip
+    info: SequenceInfo, tensors: Sequence[Any], _wanted: str, recurrent: str, softmax: HeadSoftmax | None = None
+) -> list[Tensor]:
     w_BTHD, temp_H, denom_bias, *sums, _ = tensors
     bias = bias_of(denom_bias, info)
     state = None if sums[0] is None else TssaState(*map(info.pad_rows, sums))  # pyright: ignore[reportArgumentType]
     if state is not None and recurrent:
         if bias is not None:
             bias = bias[..., 0] if info.cu_seqlens is None else bias.T
-        y_NHD, state = tssa_step(w_BTHD.flatten(0, 1), temp_H, bias, state, membership=membership, heads=softmax)
+        y_NHD, state = tssa_step(w_BTHD.flatten(0, 1), temp_H, bias, state, heads=softmax)
         y_BTHD = y_NHD.view_as(w_BTHD)
     else:
         y_BTHD, state = causal_tssa(
-            w_BTHD, temp_H, bias, membership=membership, initial_state=state,
+            w_BTHD, temp_H, bias, initial_state=state,
             output_final_state=bool(info.output_state), cu_seqlens=info.cu_seqlens, shard=info.shard, heads=softmax,
         )  # fmt: skip
     return [y_BTHD, *(map(info.select_rows, state) if state and info.output_state else ())]
 
 
-def _fake(tensors: Sequence[Any], _membership: str, wanted_state: str, recurrent: str) -> list[Tensor]:
-    w_BTHD, *_, energy, _, _, _, offsets = tensors
+def _fake(tensors: Sequence[Any], wanted_state: str, recurrent: str) -> list[Tensor]:
+    w_BTHD, *_, energy, _, _, offsets = tensors
     B, _, H, D = w_BTHD.shape
     y_BTHD = w_BTHD.new_empty(w_BTHD.shape)
     if not wanted_state:
@@ -99,8 +95,7 @@ def _fake(tensors: Sequence[Any], _membership: str, wanted_state: str, recurrent
     dtype = torch.promote_types(statistics_dtype(w_BTHD), w_BTHD.dtype if energy is None else energy.dtype)
     if recurrent:
         dtype = running_dtype(w_BTHD.device)
-    sums = (w_BTHD.new_empty(shape, dtype=dtype) for shape in ((N, H, D), (N, H, D), (N, H)))
-    return [y_BTHD, *sums, w_BTHD.new_empty(N, dtype=torch.int64)]
+    return [y_BTHD, *(w_BTHD.new_empty(shape, dtype=dtype) for shape in ((N, H, D), (N, H, D), (N, H)))]
 
 
 TSSA = Registered("causal_tssa", _mix, _fake)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from tost_lm.mixers.layer import HeadSoftmax
-from tost_lm.mixers.tssa.statistics import Membership
 from tost_lm.ops.exchange import Sum, exclusive_scan
 from tost_lm.ops.layout import Layout, LocalDocuments, SequenceShard
 
@@ -53,18 +52,11 @@ class Statistics(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """The parameters of the scores z = temp · (scale_t · Σ_d w²/S1 + bias_scale · bias)."""
+    """The parameters of the scores z = temp · Σ_d (w²/S1 + bias)."""
 
-    membership: Membership
     temp_H: Tensor
     bias_BHT: Tensor | None
     """Any strides, so an expanded view needs no copy. Token m of the flat sequence is [m // T, :, m % T]."""
-    count_N: Tensor
-    """Tokens of each document before these, int64; used by `energy-mean`."""
-
-    def bias_scale(self, channels: int) -> int:
-        """The factor of the bias: it is inside the published sum over channels, but outside the mean over them."""
-        return 1 if self.membership == "energy-mean" else channels
 
 
 class LocalSoftmax:
@@ -76,20 +68,6 @@ class LocalSoftmax:
     def backward(self, pi_MH: Tensor, d_pi_MH: Tensor) -> Tensor:
         d_pi_MH = d_pi_MH - d_pi_MH.gather(-1, pi_MH.argmax(-1, keepdim=True))
         return pi_MH * (d_pi_MH - (pi_MH * d_pi_MH).sum(-1, keepdim=True))
-
-
-@dataclass(frozen=True)
-class UniformMemberships:
-    """The ablation Π = 1/H for any scores."""
-
-    heads: int
-    """Heads of all ranks."""
-
-    def forward(self, z_MH: Tensor) -> Tensor:
-        return torch.full_like(z_MH, 1 / self.heads)
-
-    def backward(self, pi_MH: Tensor, d_pi_MH: Tensor) -> Tensor:
-        return torch.zeros_like(d_pi_MH)
 
 
 class Phases(Protocol):

@@ -7,21 +7,19 @@ Operations for each token and layer, for any length (`chunked.py`; signs and com
     S1, running sum                                  1              dy·w·a                              1
     Σ_d w²/S1                                        2   −1         q = dy·w·Π·a²/N′                    2
     z: times temp                                         1         R2, running sum                     1
-       times t/D (energy-mean)                           (1)        RN: Σ_d q·S2/N′, running sum        2    1
-       plus bias                                         (1)        dΠ = Σ_d (R2·w² − dy·w·a) + RN      3
-       … times D (energy-share)                          (1)        dz = Π·(dΠ − Σ_h Π·dΠ)                   4 − 1/H
-    Π, softmax over heads                                 4 − 1/H   d temp, summed over tokens               2
-    Π·w²                                             1              u = temp·dz                              1
-    S2, running sum                                  1                times t/D (energy-mean)               (1)
-    N, running sum; N′                                    2         r = −u·w²/S1²                       2
-    y = −Π·N′·w / (S2 + N′)                          3    1         −u/S1 − r; R1, running sum          2
+       plus bias, times D                                (2)        RN: Σ_d q·S2/N′, running sum        2    1
+    Π, softmax over heads                                 4 − 1/H   dΠ = Σ_d (R2·w² − dy·w·a) + RN      3
+    Π·w²                                             1              dz = Π·(dΠ − Σ_h Π·dΠ)                   4 − 1/H
+    S2, running sum                                  1              d temp, summed over tokens               2
+    N, running sum; N′                                    2         u = temp·dz                              1
+    y = −Π·N′·w / (S2 + N′)                          3    1         r = −u·w²/S1²                       2
+                                                                    −u/S1 − r; R1, running sum          2
                                                                     dw = −Π·dy·a + 2w·(Π·R2 + … + R1)   7
-                                                                    d bias, summed over rows                (1)
-                                                                    … times D (energy-share)                (1)
+                                                                    d bias, summed over rows, times D       (2)
                                                      9    7         22   8
 
-The sum is 9·C + 7·H − 1 forward and 22·C + 8·H − 1 backward, plus H for each parenthesis that applies. For tost-base
-this is less than 0.1 % of the products. `uniform` computes the scores of `energy-share` and does not use them.
+The sum is 9·C + 7·H − 1 forward and 22·C + 8·H − 1 backward, plus 2·H in parentheses with a bias. For
+tost-base this is less than 0.1 % of the products.
 
 Autograd stores w, e·C bytes per token, the memberships Π, 4·H, the sums before each chunk, 4·(2C + H) per chunk, and
 the input of the output projection, e·C (in both cases for all tensor ranks together). Recomputation keeps the log-sums
@@ -60,8 +58,7 @@ class TssaSpec(RecurrentSpec):
 
     def operator_flops(self, shape: TssaShape) -> Flops:
         C, H = shape.width, shape.heads
-        mean, biased = shape.own.membership == "energy-mean", shape.own.denom_bias != "none"
-        extra = H * (mean + biased * (1 if mean else 2))
+        extra = 0 if shape.own.denom_bias == "none" else 2 * H
         return Flops(9 * C + 7 * H - 1 + extra, 22 * C + 8 * H - 1 + extra)
 
     def launches(self) -> int:

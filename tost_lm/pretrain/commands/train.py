@@ -6,7 +6,7 @@
     torchrun --nnodes N … -m tost_lm.pretrain.commands.train CONFIG      (several nodes)
 
 Input: shard folders. Output: runs/NAME (run.folder, run.name) with config.toml, env.json, log.txt, metrics.jsonl,
-validation.jsonl, evaluations.jsonl, events.jsonl, heartbeats/, wandb/ (see run.wandb), tensorboard/ (with run.loggers)
+validation.jsonl, evaluations.jsonl, events.jsonl, heartbeats/, wandb/, tensorboard/ (with run.loggers)
 and checkpoints/. A run with a checkpoint resumes from the newest valid one. SIGTERM, SIGUSR1, a first
 Ctrl-C and the end of run.max_minutes request a graceful stop: all ranks save a checkpoint after the current micro-batch
 and exit with 75. A second Ctrl-C ends at once. Each of the [[stages]] of a run ends with a checkpoint and starts in new

@@ -13,7 +13,7 @@ The residual stream is float32: where a block's or a branch's input is stored fo
 
 `memory.activation_checkpointing = "full"`: a block stores its input, and what its mixer received from other ranks. One
 whole block exists during its backward, and the gradients in its MLP take 4 more (of a SwiGLU twice its hidden
-channels). With `mixers`, the mixer's branch does so, after the MLP of the block is freed.
+channels).
 """
 
 from typing import NamedTuple
@@ -89,10 +89,7 @@ def _block_bytes_per_token(config: PretrainConfig, mixer: MixerSpec) -> BlockByt
     if config.memory.activation_checkpointing == "none":
         return BlockBytes(of_mixer + of_mlp, 0.0)
     same = stream if e == 4 else 0.0  # in bfloat16 the first norm stores a rounded copy of the block's input
-    kept = residual + mixer.received_bytes(load)
-    if config.memory.activation_checkpointing == "mixers":
-        return BlockBytes(kept + of_mlp, max(0.0, of_mixer - same - of_mlp))
-    return BlockBytes(kept, of_mixer + of_mlp - same)
+    return BlockBytes(residual + mixer.received_bytes(load), of_mixer + of_mlp - same)
 
 
 def _mlp_bytes_per_token(config: PretrainConfig) -> float:

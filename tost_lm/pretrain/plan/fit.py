@@ -17,7 +17,7 @@ from tost_lm.pretrain.plan.memory import (
     weights_and_optimizer,
 )
 from tost_lm.pretrain.plan.settings import PlanConfig
-from tost_lm.pretrain.plan.traffic import recomputed_flops, tiles
+from tost_lm.pretrain.plan.traffic import tiles
 
 
 def host_bytes(config: PlanConfig) -> float:
@@ -104,18 +104,13 @@ def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
         if (tensor, sequence) != (parallel.tensor, parallel.sequence):
             continue
         if config.memory.activation_checkpointing == "none" and _batch_is_divisible(config):
-            yield from sorted(_checkpointed(config), key=lambda option: sum(recomputed_flops(option[1])))
+            other = _changed(config, memory={"activation_checkpointing": "full"})
+            yield "memory.activation_checkpointing=full", other
         if not tiled and parallel.zero_stage < 3 and not (train.compile and config.model.kept_tokens is None):
             with suppress(ConfigError):
                 if _batch_is_divisible(config):
                     other = _with_largest_tile(config)
                     yield f"memory.tile_tokens={other.memory.tile_tokens}", other
-
-
-def _checkpointed(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
-    for kind in ("mixers", "full"):
-        if kind == "full" or not config.train.compile:
-            yield f"memory.activation_checkpointing={kind}", _changed(config, memory={"activation_checkpointing": kind})
 
 
 def _changed(config: PlanConfig, **sections: dict[str, Any]) -> PlanConfig:

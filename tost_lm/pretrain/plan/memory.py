@@ -178,9 +178,6 @@ def reduced_at_once(config: PretrainConfig, stage: int) -> float:
     n, model = parameters_per_rank(config), config.model
     if reduces_at_end(config, stage):
         return min(n, REDUCED_AT_END)
-    size = config.deepspeed.get("zero_optimization", {}).get("reduce_bucket_size")
-    if isinstance(size, int | float) and size > 0:  # DeepSpeed rejects any other
-        return size
     tables = parameters(model).positions, model.vocab_size * model.width / config.parallel.tensor
     return bucket_elements(n, max(tables))
 

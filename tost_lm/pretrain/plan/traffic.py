@@ -26,8 +26,8 @@ def fraction_computed_twice(config: PlanConfig) -> float:
 
 
 def is_computed_again(config: PretrainConfig) -> bool:
-    """Whether the backward of a block computes its mixer again."""
-    return config.memory.activation_checkpointing != "none"
+    """Whether the backward of a block computes it again."""
+    return config.memory.activation_checkpointing == "full"
 
 
 def mixer_forwards(config: PlanConfig) -> float:
@@ -44,24 +44,20 @@ def mlp_tiles(config: PlanConfig) -> int:
 def mlp_forwards(config: PlanConfig) -> float:
     """Forwards of an MLP per token, on average. MLP tiles of equal size are recomputed one by one; a recomputed block
     stops before its last MLP tile."""
-    again = config.memory.activation_checkpointing == "full"
+    again = is_computed_again(config)
     once = 1 + again + fraction_computed_twice(config)
     return once + 1 - again / mlp_tiles(config) if config.memory.mlp_tile_tokens else once
 
 
-def outputs_not_recomputed(config: PlanConfig, letters: str) -> tuple[int, int]:
-    """Layers with these mixers whose mixer is computed again without its output, and those whose MLP is.
+def mlps_without_output(config: PlanConfig) -> int:
+    """Layers whose MLP is computed again without its output.
 
-    Without LayerScale no gradient needs a branch's output, so recomputation that ends with the branch stops before the
+    Without LayerScale no gradient needs a branch's output, so recomputation that ends with the MLP stops before the
     last product. Graphs are planned whole.
     """
-    memory = config.memory
     if config.model.layer_scale or config.train.compile:
-        return 0, 0
-    layers = sum(letter in letters for letter in config.model.letters)
-    mixers = layers if memory.activation_checkpointing == "mixers" else 0
-    in_mlps = memory.mlp_tile_tokens or memory.activation_checkpointing == "full"
-    return mixers, layers if in_mlps else 0
+        return 0
+    return config.model.layers if config.memory.mlp_tile_tokens or is_computed_again(config) else 0
 
 
 class Recomputed(NamedTuple):
@@ -78,9 +74,8 @@ def recomputed_flops(config: PlanConfig) -> Recomputed:
         layers, again = spec.layers(model.letters), mixer_forwards(config) - 1
         attention += layers * again * spec.attention_flops(shape, seq_len).forward
         products += layers * 2 * (again * spec.weights(shape) + (mlp_forwards(config) - 1) * mlp_weights(model))
-        if config.parallel.tensor == 1:
-            mixers, mlps = outputs_not_recomputed(config, spec.letter)
-            products -= 2 * model.width * (mixers * spec.channels_out(shape) + mlps * model.mlp_width)
+    if config.parallel.tensor == 1:
+        products -= 2 * model.width * mlps_without_output(config) * model.mlp_width
     return Recomputed(products, attention)
 
 
@@ -174,8 +169,7 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     whole_rows, in_tiles = mixers + 2 * layers + 2, mlps + 2 * layers
     calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream / ranks
     yield Collectives("residual stream", "all-gather", k * calls, k * sizes, ranks, 1)
-    without_mixers, without_mlps = outputs_not_recomputed(config, model.letters)
-    whole_rows, in_tiles = mixers + layers + 2 - without_mixers, mlps + layers - without_mlps
+    whole_rows, in_tiles = mixers + layers + 2, mlps + layers - mlps_without_output(config)
     calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream
     yield Collectives("residual stream", "reduce-scatter", k * calls, k * sizes, ranks, 1)
     yield Collectives("softmax over heads", "all-gather", k * calls_of_softmax, k * bytes_of_softmax, ranks, 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tssa_naive import causal_tssa_naive
 
 from tost_lm.mixers.tssa.causal import causal_tssa
-from tost_lm.mixers.tssa.statistics import Membership, TssaState
+from tost_lm.mixers.tssa.statistics import TssaState
 from tost_lm.testing import assert_as_accurate
 
 NAMES = ("y", "energy", "weighted_energy", "mass", "dw", "d_temp", "d_bias", "d_energy", "d_weighted_energy", "d_mass")
@@ -26,7 +26,6 @@ Results = dict[str, Tensor]
 class Call:
     """The inputs of one call and the gradients of its outputs; float64 unless `to` changed the dtype."""
 
-    membership: Membership
     w: Tensor
     temp: Tensor
     bias: Tensor
@@ -37,8 +36,7 @@ class Call:
     def to(self, dtype: torch.dtype) -> "Call":
         """The call with w and its gradient in `dtype`, everything else at least in float32."""
         wide = torch.promote_types(dtype, torch.float32)
-        energy, weighted, mass = (x.to(wide) for x in self.state[:3])
-        state = TssaState(energy, weighted, mass, self.state.count)
+        state = TssaState(*(x.to(wide) for x in self.state))
         dy, *rest = self.d_outputs
         return replace(
             self, w=self.w.to(dtype), temp=self.temp.to(wide), bias=self.bias.to(wide), state=state,
@@ -62,9 +60,9 @@ class Call:
         generator = torch.Generator().manual_seed(0)
         spread = 4 * torch.finfo(torch.float32).eps
         noise = lambda x: spread * (2 * torch.rand(x.shape, generator=generator).double() - 1).to(x.device)
-        w, temp, bias, *state = (x * (1 + noise(x)) for x in (self.w, self.temp, self.bias, *self.state[:3]))
+        w, temp, bias, *state = (x * (1 + noise(x)) for x in (self.w, self.temp, self.bias, *self.state))
         return replace(
-            self, w=w, temp=temp, bias=bias, state=TssaState(state[0], state[1], state[2], self.state.count),
+            self, w=w, temp=temp, bias=bias, state=TssaState(*state),
             d_outputs=tuple(x * (1 + noise(x)) for x in self.d_outputs),
         )  # fmt: skip
 
@@ -73,26 +71,16 @@ class Call:
         rule = (
             causal_tssa_naive if backend == "naive" else partial(causal_tssa, output_final_state=True, backend=backend)
         )
-        leaves = [x.detach().requires_grad_() for x in (self.w, self.temp, self.bias, *self.state[:3])]
-        w, temp, bias, energy, weighted, mass = leaves
-        state = TssaState(energy, weighted, mass, self.state.count)
-        y, final = rule(w, temp, bias, membership=self.membership, initial_state=state, cu_seqlens=self.cu_seqlens)
+        leaves = [x.detach().requires_grad_() for x in (self.w, self.temp, self.bias, *self.state)]
+        w, temp, bias, *state = leaves
+        y, final = rule(w, temp, bias, initial_state=TssaState(*state), cu_seqlens=self.cu_seqlens)
         assert final is not None
-        outputs = (y, *final[:3])
+        outputs = (y, *final)
         gradients = torch.autograd.grad(outputs, leaves, self.d_outputs, materialize_grads=True)
         return {name: x.detach() for name, x in zip(NAMES, (*outputs, *gradients), strict=True)}
 
 
-def draw_call(
-    seed: int,
-    lengths: tuple[int, ...],
-    H: int,
-    D: int,
-    membership: Membership = "energy-share",
-    *,
-    packed: bool = True,
-    fresh: bool = False,
-) -> Call:
+def draw_call(seed: int, lengths: tuple[int, ...], H: int, D: int, *, packed: bool = True, fresh: bool = False) -> Call:
     """Documents of these lengths, packed into one row or as rows of equal length.
 
     Every number is exact in float32. `fresh`: the initial state is empty.
@@ -101,13 +89,13 @@ def draw_call(
     draw = lambda *shape: torch.randn(*shape, generator=generator).double()
     N = len(lengths)
     B, T = (1, sum(lengths)) if packed else (N, lengths[0])
-    state = TssaState(draw(N, H, D) ** 2, draw(N, H, D) ** 2, draw(N, H) ** 2, torch.arange(N) * 3)
+    state = TssaState(draw(N, H, D) ** 2, draw(N, H, D) ** 2, draw(N, H) ** 2)
     if fresh:
         state = TssaState.empty(N, H, D, like=state.energy)
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     d_outputs = (draw(B, T, H, D), draw(N, H, D), draw(N, H, D), draw(N, H))
     w, temp, bias = draw(B, T, H, D), 1 + 0.5 * draw(H), 0.3 * draw(H, T)
-    return Call(membership, w, temp, bias, state, offsets if packed else None, d_outputs)
+    return Call(w, temp, bias, state, offsets if packed else None, d_outputs)
 
 
 def errors(ours: Results, truth: Results) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Compile every kernel for an H100, without one, as a call of the backend would.
 
-`python compile_for_hopper.py DTYPE H D MEMBERSHIP FEW_CHUNKS ENDS`, with comma-separated ends of documents, and for the
+`python compile_for_hopper.py DTYPE H D BIAS FEW_CHUNKS ENDS`, with comma-separated ends of documents, and for the
 loss `python compile_for_hopper.py loss DTYPE V` print a JSON list: what ptxas reports of each kernel. Where all chunks
 are full, it has the instructions that a thread executes for a token and channel.
 """
@@ -76,13 +76,13 @@ def executed_instructions(code: str, steps: int, groups: int) -> int:
     return sum(times)
 
 
-def call_every_phase(dtype: torch.dtype, H: int, D: int, membership, ends: list[int]) -> None:
+def call_every_phase(dtype: torch.dtype, H: int, D: int, has_bias: bool, ends: list[int]) -> None:
     cpu = torch.device("cpu")
     layout = document_layout((0, *ends), phases.chunk_tokens(H, D, cpu), cpu)
-    M, K, N = layout.offsets[-1], len(layout.start_K), layout.documents
+    M, K = layout.offsets[-1], len(layout.start_K)
     w, sums_KHD, sums_KH, pi_MH = torch.zeros(M, H, D, dtype=dtype), *map(torch.zeros, ((K, H, D), (K, H), (M, H)))
-    bias_BHT = torch.zeros(1, H, M, dtype=dtype) if membership == "energy-share" else None
-    scoring = Scoring(membership, torch.zeros(H, dtype=dtype), bias_BHT, torch.zeros(N, dtype=torch.int64))
+    bias_BHT = torch.zeros(1, H, M, dtype=dtype) if has_bias else None
+    scoring = Scoring(torch.zeros(H, dtype=dtype), bias_BHT)
     before = sums_KHD, sums_KHD, sums_KH
     phases.energy(w, layout)
     long = document_layout((0, (tiles.NARROW[0] + 1) * tiles.TOKENS.value), tiles.TOKENS.value, cpu)
@@ -112,7 +112,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "loss":
         call_loss(getattr(torch, sys.argv[2]), int(sys.argv[3]))
     else:
-        dtype, H, D, membership, few_chunks, ends = sys.argv[1:]
+        dtype, H, D, bias, few_chunks, ends = sys.argv[1:]
         tiles.FEW_CHUNKS = int(few_chunks)
-        call_every_phase(getattr(torch, dtype), int(H), int(D), membership, [int(end) for end in ends.split(",")])
+        call_every_phase(getattr(torch, dtype), int(H), int(D), bias == "bias", [int(end) for end in ends.split(",")])
     print(json.dumps([kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]))

@@ -45,7 +45,7 @@ with torch.no_grad():
 def last_tokens(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """y and dw of the last tokens by the formulas."""
     w_end = w[:, -LAST:].detach().to(dtype).requires_grad_()
-    start = TssaState(past.energy.to(dtype), past.weighted_energy.to(dtype), past.mass.to(dtype), past.count)
+    start = TssaState(*(x.to(dtype) for x in past))
     y_end, _ = causal_tssa_naive(w_end, temp.to(dtype), initial_state=start)
     return y_end.detach(), torch.autograd.grad(y_end, w_end, dy[:, -LAST:].to(dtype))[0]
 

@@ -1,11 +1,7 @@
 """Hypothesis's strategy of random calls of the operator."""
 
-from typing import get_args
-
 from agreement import Call, draw_call
 from hypothesis import strategies as st
-
-from tost_lm.mixers.tssa.statistics import Membership
 
 
 @st.composite
@@ -15,8 +11,5 @@ def calls(draw: st.DrawFn, longest: int = 80) -> Call:
     packed = draw(st.booleans())
     if not packed:
         lengths = lengths[:1] * min(len(lengths), 3)
-    membership = draw(st.sampled_from(get_args(Membership)))
     H, D = draw(st.integers(1, 5)), draw(st.integers(1, 9))
-    return draw_call(
-        draw(st.integers(0, 999)), tuple(lengths), H, D, membership, packed=packed, fresh=draw(st.booleans())
-    )
+    return draw_call(draw(st.integers(0, 999)), tuple(lengths), H, D, packed=packed, fresh=draw(st.booleans()))

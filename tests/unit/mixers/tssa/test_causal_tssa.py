@@ -36,21 +36,6 @@ def test_equals_loops_over_the_formulas(operator, seed: int, B: int, T: int, H: 
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-def test_energy_mean_divides_by_the_running_mean():
-    w, temp, _ = inputs(4, 1, 6, 2, 3)
-    y, _ = causal_tssa(w, temp, membership="energy-mean")
-    mean_BTHD = w.square().cumsum(1) / torch.arange(1, 7)[:, None, None]
-    pi = (temp * (w.square() / mean_BTHD).mean(-1)).softmax(-1)[..., None]
-    moment = (pi * w.square()).cumsum(1) / (pi.cumsum(1) + 1e-8)
-    torch.testing.assert_close(y, -pi * w / (1 + moment), rtol=1e-12, atol=1e-12)
-
-
-def test_uniform_membership_is_one_over_heads():
-    w, temp, bias = inputs(5, 1, 1, 4, 3)
-    y, _ = causal_tssa(w, temp, bias, membership="uniform")
-    torch.testing.assert_close(y, -0.25 * w / (1 + w.square()), rtol=1e-6, atol=1e-7)
-
-
 def test_statistics_of_low_precision_inputs_are_float32():
     w, temp, bias = (x.bfloat16() for x in inputs(6, 1, 64, 2, 4))
     y, state = causal_tssa(w, temp, bias, output_final_state=True)
@@ -76,7 +61,6 @@ def test_single_tokens_of_a_wrong_shape_are_refused():
         ({"w": torch.zeros(2, 0, 3, 4)}, "with no size 0"),
         ({"temp": torch.ones(2)}, r"temp must be \[H\]"),
         ({"bias": torch.zeros(3, 4)}, "bias must be"),
-        ({"membership": "softmax"}, "unknown membership: 'softmax'"),
         ({"backend": "cuda"}, "unknown backend: 'cuda'; use one of chunked, triton"),
         ({"w": torch.ones(2, 5, 3, 4).long()}, "floating point"),
         ({"initial_state": TssaState.empty(1, 3, 4, torch.ones(1))}, "the state holds 1 documents, the input 2"),

@@ -27,9 +27,7 @@ from tost_lm.mixers.tssa.triton.tiles import sums
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TIERS = {
     "documents": pytest.mark.quick,
-    **dict.fromkeys(
-        ("rows and a bias for each", "three chunks", "wide heads", "uniform", "full chunks"), pytest.mark.slow
-    ),
+    **dict.fromkeys(("rows and a bias for each", "three chunks", "wide heads", "full chunks"), pytest.mark.slow),
 }
 
 

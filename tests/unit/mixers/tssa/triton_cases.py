@@ -35,15 +35,14 @@ def with_value(call: Call, value: float) -> Call:
 SHAPES = {
     "one token, one head": draw_call(0, (1,), 1, 16),
     "rows and a bias for each": with_bias_of_each_sequence(draw_call(1, (33, 33), 3, 16, packed=False)),
-    "three chunks": draw_call(2, (65,), 2, 24, "energy-mean", fresh=True),
-    "documents": draw_call(3, (1, 35, 2, 1), 2, 40, "energy-mean"),
+    "three chunks": draw_call(2, (65,), 2, 24, fresh=True),
+    "documents": draw_call(3, (1, 35, 2, 1), 2, 40),
     "five heads": draw_call(4, (31, 1), 5, 16, fresh=True),
     "wide heads": draw_call(5, (32,), 2, 130),
-    "uniform": draw_call(6, (3, 40), 3, 16, "uniform"),
-    "full chunks": draw_call(12, (64, 32), 3, 16, "energy-mean"),
+    "full chunks": draw_call(12, (64, 32), 3, 16),
 }
 SMALL_FIRST_TOKENS = {
-    "1e-3": with_small_first_tokens(draw_call(7, (34,), 2, 16, "energy-mean", fresh=True), 1e-3),
+    "1e-3": with_small_first_tokens(draw_call(7, (34,), 2, 16, fresh=True), 1e-3),
     "1e-5": with_small_first_tokens(draw_call(8, (34, 3), 2, 16, fresh=True), 1e-5),
 }
 EXTREMES = {value: with_value(draw_call(9, (34,), 2, 16, fresh=True), value) for value in (0.0, 65504.0, 1e-20, 1e-40)}

@@ -77,15 +77,6 @@ def test_muon_keeps_one_momentum_of_each_matrix():
     assert layouts == {(1, 0)}
 
 
-@pytest.mark.parametrize("recipe", ["delta_3b_128k", "owt_tost_base"])
-def test_the_checkpointing_that_recomputes_least_is_proposed_first(recipe: str):
-    config = planned(
-        CHECKOUT / f"configs/pretrain/{recipe}.toml", "memory.activation_checkpointing=none", "train.compile=false"
-    )
-    found = [other.memory for changes, other in plan_fit.alternatives(config) if "checkpointing" in changes]
-    assert [memory.activation_checkpointing for memory in found] == ["mixers", "full"]
-
-
 def test_compiled_blocks_that_are_computed_again_receive_again():
     words = ("parallel.sequence=8", "memory.activation_checkpointing=full")
     kept, again = (

@@ -16,7 +16,7 @@ from tost_lm.pretrain.plan.traffic import recomputed_flops
 B, T = 6, 12
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "mixers", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize(("layer_scale", "in_tiles"), [(1.0, False), (0.0, True)])
 @pytest.mark.parametrize(
     ("seq_len", "tile_tokens", "model"),

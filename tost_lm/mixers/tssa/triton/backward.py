@@ -28,11 +28,9 @@ from tost_lm.mixers.tssa.triton.tiles import (
     places_of_heads,
     places_of_step,
     scoring_arguments,
-    share_scale,
     stack,
     sum_of_thread,
     sums,
-    tokens_before,
 )
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.triton_tokens import MASS_FLOOR, chunk_and_part, load_token, reciprocal, store_token, tokens_of_chunk
@@ -113,7 +111,7 @@ def memberships_backward(
             memberships_backward_kernel, w_MHD, layout,
             dy_MHD, pi_MH, energy_KHD, weighted_KHD, mass_KH, d_weighted_KHD, d_mass_KH,
             d_z_MH, d_temp_KH, d_energy_KHD,
-            **scoring_arguments(scoring, w_MHD, layout), STAGE=stage, channels=CHANNELS.value,
+            **scoring_arguments(scoring, w_MHD), STAGE=stage, channels=CHANNELS.value,
             all_heads=stage in ("all", "softmax"),
         )  # fmt: skip
         return d_z_MH
@@ -131,8 +129,7 @@ def memberships_backward(
 def memberships_backward_kernel(
     w_MHD, start_K, end_K, dy_MHD, pi_MH, energy_KHD, weighted_KHD, mass_KH, d_weighted_KHD, d_mass_KH,
     d_z_MH, d_temp_KH, d_energy_KHD,
-    temp_H, bias_BHT, stride_b, stride_h, stride_t, T, document_K, first_chunk_N1, count_N,
-    MEAN: tl.constexpr, BIAS_SCALE: tl.constexpr, STAGE: tl.constexpr,
+    temp_H, bias_BHT, stride_b, stride_h, stride_t, T, STAGE: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, G_: tl.constexpr, D_: tl.constexpr, H_: tl.constexpr, FULL: tl.constexpr,
     GROUPS: tl.constexpr = 1,
 ):  # fmt: skip
@@ -202,7 +199,6 @@ def memberships_backward_kernel(
         tl.store(d_z_MH + places_TH, pi_TH * d_pi_TH, mask=real_TH)
         tl.debug_barrier()
     if STAGE == "scores" or STAGE == "all":
-        before = tokens_before(k, start, start_K, document_K, first_chunk_N1, count_N, MEAN)
         for g in range(part * GROUPS, (part + 1) * GROUPS):
             h_G, real_G, d_GD, real_GD = heads_of_group(g, H, D, G_, D_)
             w_TGD, d_z_TG = w_THD + d_GD, d_z_TH + h_G
@@ -216,13 +212,13 @@ def memberships_backward_kernel(
                     w_sq_GD = w_GD * w_GD
                     energy_GD += w_sq_GD
                     inverse_GD = inverse_energies(energy_GD)
-                    d_shares_GD = (share_scale(before, i + j, D, MEAN) * d_z_G)[:, None] * (w_sq_GD * inverse_GD)
+                    d_shares_GD = d_z_G[:, None] * (w_sq_GD * inverse_GD)
                     d_temp_GD += d_shares_GD
                     d_energy_GD += d_shares_GD * tl.where(energy_GD < ENERGY_FLOOR, 0.0, inverse_GD)
                 if bias_BHT is not None:
                     places_GJ, real_GJ = places_of_step(i, limit, h_G, real_G, H)
                     d_temp_GJ += load_sums(d_z_TH + places_GJ, real_GJ) * load_bias(
-                        i, limit, start, h_G, real_G, bias_BHT, T, stride_b, stride_h, stride_t, BIAS_SCALE
+                        i, limit, start, h_G, real_G, bias_BHT, T, stride_b, stride_h, stride_t, D
                     )
             tl.store(d_temp_KH + k * H + h_G, tl.sum(d_temp_GD, axis=1) + tl.sum(d_temp_GJ, axis=1), mask=real_G)
             d_energy_GD *= -load_sums(temp_H + h_G, real_G)[:, None]
@@ -259,8 +255,7 @@ def energy_backward(
     launch(
         energy_backward_kernel, w_MHD, layout,
         dy_MHD, pi_MH, d_z_MH, energy_KHD, weighted_KHD, mass_KH, d_energy_KHD, d_weighted_KHD, dw_MHD,
-        scoring.temp_H, layout.document_K, layout.first_chunk_N1, scoring.count_N,
-        MEAN=scoring.membership == "energy-mean", channels=CHANNELS.value,
+        scoring.temp_H, channels=CHANNELS.value,
     )  # fmt: skip
     return dw_MHD
 
@@ -268,8 +263,7 @@ def energy_backward(
 @triton.jit
 def energy_backward_kernel(
     w_MHD, start_K, end_K, dy_MHD, pi_MH, d_z_MH, energy_KHD, weighted_KHD, mass_KH, d_energy_KHD, d_weighted_KHD,
-    dw_MHD, temp_H, document_K, first_chunk_N1, count_N,
-    MEAN: tl.constexpr, H: tl.constexpr, D: tl.constexpr, G_: tl.constexpr, D_: tl.constexpr, FULL: tl.constexpr,
+    dw_MHD, temp_H, H: tl.constexpr, D: tl.constexpr, G_: tl.constexpr, D_: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """A token's own term through S1 is combined with that of w²/S1: u·(S1 − w²)/S1², with S1 − w² = S1 before the
     token. R1 sums later tokens only. (u/S1 plus a sum with the own term −u·w²/S1² is equal, but cancels near a
@@ -278,7 +272,6 @@ def energy_backward_kernel(
     start, tokens = tokens_of_chunk(k, start_K, end_K)
     limit = None if FULL else tokens
     J: tl.constexpr = STEP if FULL else STEP // 2  # masks need registers
-    before = tokens_before(k, start, start_K, document_K, first_chunk_N1, count_N, MEAN)
     w_THD, dy_THD, dw_THD = w_MHD + start * H * D, dy_MHD + start * H * D, dw_MHD + start * H * D
     pi_TH, d_z_TH = pi_MH + start * H, d_z_MH + start * H
     h_G, real_G, d_GD, real_GD = heads_of_group(g, H, D, G_, D_)
@@ -315,8 +308,7 @@ def energy_backward_kernel(
             energy_GD += w_sq_GD
             inverse_GD = inverse_energies(energy_GD)
             fixed_GD = energy_GD < ENERGY_FLOOR
-            u_G = temp_G * share_scale(before, step * J + j, D, MEAN) * d_z_G
-            u_inverse_GD = u_G[:, None] * inverse_GD
+            u_inverse_GD = (temp_G * d_z_G)[:, None] * inverse_GD
             d_energy_term_GD = u_inverse_GD * tl.where(fixed_GD, 0.0, w_sq_GD * inverse_GD)
             own_GD = u_inverse_GD * tl.where(fixed_GD, 1.0, earlier_GD * inverse_GD)
             dw_GD = w_GD * own_GD - dy_inverse_GD * (pi_G * mass_G)[:, None]

@@ -21,10 +21,8 @@ from tost_lm.mixers.tssa.triton.tiles import (
     places_of_heads,
     places_of_step,
     scoring_arguments,
-    share_scale,
     stack,
     sums,
-    tokens_before,
 )
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.triton_tokens import MASS_FLOOR, chunk_and_part, load_token, reciprocal, store_token, tokens_of_chunk
@@ -65,7 +63,7 @@ def memberships(
     def run(stage: str, pi_MH: Tensor) -> Tensor:
         launch(
             memberships_kernel, w_MHD, layout, energy_KHD, pi_MH, weighted_KHD, mass_KH,
-            **scoring_arguments(scoring, w_MHD, layout), STAGE=stage, channels=4, all_heads=stage in ("all", "softmax"),
+            **scoring_arguments(scoring, w_MHD), STAGE=stage, channels=4, all_heads=stage in ("all", "softmax"),
         )  # fmt: skip
         return pi_MH
 
@@ -81,8 +79,7 @@ def memberships(
 @triton.jit(do_not_specialize=RUN_TIME)
 def memberships_kernel(
     w_MHD, start_K, end_K, energy_KHD, pi_MH, weighted_KHD, mass_KH,
-    temp_H, bias_BHT, stride_b, stride_h, stride_t, T, document_K, first_chunk_N1, count_N,
-    MEAN: tl.constexpr, BIAS_SCALE: tl.constexpr, STAGE: tl.constexpr,
+    temp_H, bias_BHT, stride_b, stride_h, stride_t, T, STAGE: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, G_: tl.constexpr, D_: tl.constexpr, H_: tl.constexpr, FULL: tl.constexpr,
     GROUPS: tl.constexpr = 1,
 ):  # fmt: skip
@@ -93,7 +90,6 @@ def memberships_kernel(
     limit = None if FULL else tokens
     w_MHD += start * H * D
     if STAGE == "scores" or STAGE == "all":
-        before = tokens_before(k, start, start_K, document_K, first_chunk_N1, count_N, MEAN)
         for g in range(part * GROUPS, (part + 1) * GROUPS):
             h_G, real_G, d_GD, real_GD = heads_of_group(g, H, D, G_, D_)
             energy_GD = load_sums(energy_KHD + k * (H * D) + d_GD, real_GD)
@@ -105,11 +101,9 @@ def memberships_kernel(
                     w_sq_GD = w_GD * w_GD
                     energy_GD += w_sq_GD
                     shares = shares + (tl.sum(w_sq_GD * inverse_energies(energy_GD), axis=1),)
-                score_GJ = stack(shares) * share_scale(before, i + tl.arange(0, STEP), D, MEAN)
+                score_GJ = stack(shares)
                 if bias_BHT is not None:
-                    score_GJ += load_bias(
-                        i, limit, start, h_G, real_G, bias_BHT, T, stride_b, stride_h, stride_t, BIAS_SCALE
-                    )
+                    score_GJ += load_bias(i, limit, start, h_G, real_G, bias_BHT, T, stride_b, stride_h, stride_t, D)
                 places_GJ, real_GJ = places_of_step(i, limit, h_G, real_G, H)
                 tl.store(pi_MH + start * H + places_GJ, temp_G[:, None] * score_GJ, mask=real_GJ)
     if STAGE == "softmax" or STAGE == "all":

@@ -64,7 +64,7 @@ def launch(
         )
 
 
-def scoring_arguments(scoring: Scoring, w_MHD: Tensor, layout: Layout) -> dict[str, Any]:
+def scoring_arguments(scoring: Scoring, w_MHD: Tensor) -> dict[str, Any]:
     """The additional arguments of kernels that compute scores."""
     bias_BHT = scoring.bias_BHT
     bias_strides = (0, 0, 0) if bias_BHT is None else bias_BHT.stride()
@@ -73,11 +73,6 @@ def scoring_arguments(scoring: Scoring, w_MHD: Tensor, layout: Layout) -> dict[s
         "bias_BHT": bias_BHT,
         **dict(zip(("stride_b", "stride_h", "stride_t"), bias_strides, strict=True)),
         "T": 1 if bias_BHT is None else bias_BHT.shape[2],
-        "document_K": layout.document_K,
-        "first_chunk_N1": layout.first_chunk_N1,
-        "count_N": scoring.count_N,
-        "MEAN": scoring.membership == "energy-mean",
-        "BIAS_SCALE": scoring.bias_scale(w_MHD.shape[2]),
         "H_": next_power_of_2(w_MHD.shape[1]),
     }
 
@@ -154,31 +149,13 @@ def inverse_energies(energy):
 
 
 @triton.jit
-def tokens_before(k, start, start_K, document_K, first_chunk_N1, count_N, MEAN: tl.constexpr):
-    """Tokens of the document before the chunk, as float32; 0 where `share_scale` does not need them."""
-    before = 0.0
-    if MEAN:
-        n = tl.load(document_K + k)
-        before = (tl.load(count_N + n) + start - tl.load(start_K + tl.load(first_chunk_N1 + n))).to(tl.float32)
-    return before
-
-
-@triton.jit
-def share_scale(before, t, D: tl.constexpr, MEAN: tl.constexpr):
-    """The factor of Σ_d w²/S1 in the score of token t: tokens so far / D under `energy-mean`, else 1."""
-    return (before + 1 + t) / D if MEAN else 1.0
-
-
-@triton.jit
-def load_bias(
-    i, limit, start, h_G, real_G, bias_BHT, T, stride_b, stride_h, stride_t, BIAS_SCALE: tl.constexpr
-):  # fmt: skip
+def load_bias(i, limit, start, h_G, real_G, bias_BHT, T, stride_b, stride_h, stride_t, D: tl.constexpr):
     """The bias in z/temp of the tokens of a step, [G, J]."""
     t_J = i + tl.arange(0, STEP)
     # A chunk lies in one sequence.
     places_GJ = start // T * stride_b + h_G[:, None] * stride_h + ((start % T + t_J) * stride_t)[None, :]
     bias_GJ = tl.load(bias_BHT + places_GJ, mask=real_G[:, None] & real_tokens(t_J, limit)[None, :], other=0.0)
-    return bias_GJ.to(tl.float32) * BIAS_SCALE
+    return bias_GJ.to(tl.float32) * D
 
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
