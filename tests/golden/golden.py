@@ -164,8 +164,7 @@ SETS = [f"sets.{path.stem}=sets/{path.name}" for path in sorted((FROZEN / "sets"
 """All test sets: `sets.NAME=FILE`."""
 ZERO_SHOT = [
     "wikitext2@hf-stride20", "wikitext2@lm-eval", "lambada_openai@lm-eval", "lambada_openai@last-token",
-    "lambada_openai@tost", "ptb@megatron", "cbt_cn@gpt2", "cbt_cn@tost", "hellaswag@lm-eval", "arc_challenge@lm-eval",
-    "piqa@lm-eval",
+    "ptb@megatron", "cbt_cn@gpt2", "hellaswag@lm-eval", "arc_challenge@lm-eval", "piqa@lm-eval",
 ]  # fmt: skip
 EVALUATIONS = [
     ["tost eval", *ZERO_SHOT, "heldout", *SETS],
