@@ -37,7 +37,6 @@ The number of shots is fixed for the cells of a length. Repeated sentences befor
 equally long: as if each shot had the tokens of the longest.
 """
 
-from collections.abc import Mapping
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -48,12 +47,9 @@ from pydantic import Field, PositiveInt, field_validator
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.markdown import escape, format_chance, table, with_error
-from tost_lm.page import Chart, Page, new_figure, position_axis
-from tost_lm.tasks.grid import GridConfig, GridTask, Source
+from tost_lm.tasks.grid import GridConfig, GridTask, Source, section
 from tost_lm.tasks.haystacks import Text, noise_haystack
 from tost_lm.tasks.queries import Queries, Query
-from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line
 from tost_lm.tasks.task import Family
 
 if TYPE_CHECKING:
@@ -272,108 +268,26 @@ class ManyShot(Queries):
         return self.frame + shots * self.longest
 
 
-COLUMNS = {
-    "choice_accuracy": "choice",
-    "token_accuracy": "tokens",
-    "nats_per_token": "nats per token",
-}
-
-
-def section(run: EvaluatedModel, page: Page) -> str:
-    """Copying, gain per token and many-shot mapping; empty without results."""
-    found = {task: results for task in TASKS if (results := run.results(task.name))}
-    if not found:
-        return ""
-    paragraphs = [
-        "## Use of context",
-        page.add_figure(
-            "context",
-            gain_chart(found),
-            "Gain per token from context by length",
-        ),
-        "Gain: nats per token by which the useful context lowers the answer, against the control in the figure. ± is "
-        "the standard error over the examples, for gains of paired differences. Parentheses have the control. Tokens: "
-        "fraction of answer tokens that are the most likely ones. Choice: the right answer is the likeliest of all. "
-        "The figure's CSV file has these scores.",
-    ]
-    for task, results in found.items():
-        chance, command = format_chance(results["chance"]), run.command(task.name)
-        paragraphs += [f"### {escape(task.name)} (chance {chance})", checkpoint_line(run, results, command)]
-        paragraphs.append(_table(task, results["cells"]))
-    return "\n\n".join(paragraphs)
-
-
-def gain_chart(found: Mapping[GridTask, dict[str, Any]]) -> Chart:
-    """The gain from the useful context by length, a line for each task; rows have the scores of all cells."""
-    figure, axes = new_figure(7, 3.6)
-    rows = []
-    for task, results in found.items():
-        name, cells, key = task.name, results["cells"], "gain_over_control"
-        lengths, gains = [cell["length"] for cell in cells], [cell[key] for cell in cells]
-        errors = [cell[f"{key}_standard_error"] or 0 for cell in cells]
-        axes.errorbar(lengths, gains, errors, marker=".", capsize=2, label=name.split("@")[0])
-        rows += [
-            [name, cell["length"], cell["samples"], cell[key], cell[f"{key}_standard_error"]]
-            + [cell.get(prefix + column, "") for column in COLUMNS for prefix in ("", "control_")]
-            for cell in cells
-        ]
-    axes.axhline(0, color="black", linewidth=0.8)
-    position_axis(axes, "length (tokens)")
-    axes.set_ylabel("gain (nats per token)")
-    axes.legend()
-    header = ["task", "length (tokens)", "examples", "gain (nats/token)", "standard error (nats/token)"]
-    header += [f"{name}{control}" for name in COLUMNS for control in ("", ", control")]
-    return Chart(figure, header, rows)
-
-
-def _table(task: GridTask, cells: list[dict[str, Any]]) -> str:
-    scores = [key for key in task.scores if key in cells[0]]
-    gains = [key for key in cells[0] if key.startswith("gain_over_") and not key.endswith("_error")]
-
-    def score(cell: dict[str, Any], key: str) -> str:
-        form = ".3f" if key == "nats_per_token" else ".1%"
-        return f"{with_error(cell[key], cell[f'{key}_standard_error'], form)} ({cell[f'control_{key}']:{form}})"
-
-    header = (
-        "length",
-        task.counted,
-        "examples",
-        *[COLUMNS[key] for key in scores],
-        *[key.replace("_", " ") for key in gains],
-    )
-    rows = [
-        (
-            f"{cell['length']:,}", f"{cell[task.counted]:,}", f"{cell['samples']:,}",
-            *[score(cell, key) for key in scores],
-            *[with_error(cell[key], cell[f"{key}_standard_error"], "+.3f") for key in gains],
-        )
-        for cell in cells
-    ]  # fmt: skip
-    return table(header, rows)
-
-
-def _of_text(name: str, about: str, make: type[TextQueries], counted: str) -> GridTask:
+def _of_text(name: str, about: str, make: type[TextQueries]) -> GridTask:
     def queries(name: str, of: Source) -> Queries:
         return make(name, of.settings.seed, of.tokenizer, of.text, of.settings.target_tokens)
 
-    scores = ("token_accuracy", "nats_per_token")
-    return GridTask(f"{name}@text", about, queries, scores, counted=counted)
+    return GridTask(f"{name}@text", about, queries, "token_accuracy")
 
 
 def _many_shot(name: str, about: str, is_seen: bool) -> GridTask:
     def queries(name: str, of: Source) -> Queries:
         return ManyShot(name, of.settings.seed, of.tokenizer, is_seen)
 
-    return GridTask(f"{name}@own-words", about, queries, ("choice_accuracy", "nats_per_token"), counted="shots")
+    return GridTask(f"{name}@own-words", about, queries, "choice_accuracy")
 
 
 TASKS = [
-    _of_text("copying", "a passage and its repetition, by distance; control: another passage", Copying, "distance"),
+    _of_text("copying", "a passage and its repetition, by distance; control: another passage", Copying),
     _of_text(
         "context_gain",
         "the same tokens with and without the first half of the length; control: another text",
         ContextGain,
-        "removed",
     ),
     _many_shot(
         "many_shot_seen",
