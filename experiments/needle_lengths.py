@@ -23,7 +23,7 @@ from tost_lm.version import VERSION, git_commit
 RESULTS, RUNS = ROOT / "results/needle_lengths", "runs/needle_lengths"
 FORMS = {
     "delta": ["model.pattern=DA"],
-    "tssa": ["model.pattern=TA"],
+    "tssa": ["model.pattern=TA", "model.tssa.denom_bias=head"],
     "softmax": ["model.pattern=A", "model.softmax.rope_theta=1e4"],
 }
 """Two layers: of the delta rule and of softmax without positions, as in the recipe; TSSA in place of the delta rule;
