@@ -3,8 +3,8 @@
     python -m benchmarks.context
     python -m benchmarks.context 'bench.tasks=["copying@text"]' 'bench.patterns=["A", "AA"]'
 
-A small model of each pattern is trained for each task, and measured on examples of another seed: in 32 shots, one
-passage, and random tokens. Texts of context_gain repeat a random passage after more than half of the length.
+A small model of each pattern is trained for each task, and measured on examples of another seed: in 32 shots and
+random tokens. Texts of context_gain repeat a random passage after more than half of the length.
 Output: one table, and all values in results/benchmarks/.
 """
 
@@ -27,7 +27,7 @@ from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig, learning_rate
 from tost_lm.tasks.answers import model_scorer, score_cell
-from tost_lm.tasks.context import CountedQueries, ManyShot
+from tost_lm.tasks.context import ManyShot
 from tost_lm.tasks.haystacks import NOISE, Text
 from tost_lm.tasks.queries import Queries, Query
 from tost_lm.tasks.registry import make_queries
@@ -37,7 +37,6 @@ STEPS = {
     "context_gain@text": 200,
     "many_shot_seen@own-words": 600,
     "many_shot_unseen@own-words": 600,
-    "passages@own-words": 300,
 }
 """Training steps for each task."""
 
@@ -94,7 +93,7 @@ def described(cell: dict[str, Any]) -> dict[str, str]:
     }
 
 
-SHOTS, ASKED_PASSAGES, COPYING_TOKENS, GAIN_TOKENS, TARGET_TOKENS = 32, 1, 41, 48, 8
+SHOTS, COPYING_TOKENS, GAIN_TOKENS, TARGET_TOKENS = 32, 41, 48, 8
 PERIOD = 30
 """More than half of GAIN_TOKENS, so the second half does not predict its end."""
 TRAINING_SEED, TEXT_SEED, IDS = 1, 2, 64
@@ -124,13 +123,10 @@ def train_and_measure(device: str, task: str, pattern: str, **settings: Any) -> 
 def word_tokenizer() -> Tokenizer:
     """A vocabulary in which the words of the tasks are one or two tokens."""
     plain = SentencePieceTokenizer(train_sentencepiece([NOISE] * 20, 300))
-    texts = []
-    for name in ("many_shot_seen@own-words", "passages@own-words"):
-        task = make_task(name, 0, plain)
-        assert isinstance(task, CountedQueries)
-        sets = (task.texts(16, np.random.default_rng(number)) for number in range(300))
-        texts += [plain.decode(example.prompt.tolist()) for example, _ in sets]
-    return SentencePieceTokenizer(train_sentencepiece(texts, 1000))
+    task = make_task("many_shot_seen@own-words", 0, plain)
+    sets = (task.query(length_of(task), None, sample) for sample in range(300))
+    texts = [plain.decode(example.prompt.tolist()) for example, _ in sets]
+    return SentencePieceTokenizer(train_sentencepiece(texts, 900))
 
 
 def make_task(name: str, seed: int, tokenizer: Tokenizer) -> Queries:
@@ -148,8 +144,8 @@ def make_task(name: str, seed: int, tokenizer: Tokenizer) -> Queries:
 
 def length_of(task: Queries) -> int:
     """Tokens of the cell that models are trained for."""
-    if isinstance(task, CountedQueries):
-        return task.frame + (SHOTS if isinstance(task, ManyShot) else ASKED_PASSAGES) * task.longest
+    if isinstance(task, ManyShot):
+        return task.frame + SHOTS * task.longest
     return COPYING_TOKENS if task.name == "copying@text" else GAIN_TOKENS
 
 

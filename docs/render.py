@@ -5,7 +5,7 @@
 A generated part stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`; NAME is a function of `PARTS`. A test
 compares the pages with what this program would write. The results come from these commands:
 
-- results/benchmarks: `python -m benchmarks.gpu`, one file for each GPU.
+- results/benchmarks: `python -m benchmarks.NAME`, one file for each device.
 - results/comparison: `python -m experiments.comparison`, one file for each run.
 - results/tests.json: `pytest --record`, the last run of each test file.
 """
@@ -15,6 +15,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,14 @@ def _gpu_records() -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted((RESULTS / "benchmarks").glob("gpu_nvidia-*.json"))]
 
 
+def benchmark(name: str, _: str) -> str:
+    """The first table of the newest result of a benchmark, its note and its device."""
+    files = (RESULTS / "benchmarks").glob(f"{name}_*.json")
+    newest = max(files, key=lambda path: json.loads(path.read_text())["machine"]["time"])
+    _, device, values, note = newest.with_suffix(".md").read_text().strip().split("\n\n")[:4]
+    return f"{values}\n\n{note} Measured on {device.removeprefix('device ')}."
+
+
 def comparison(_: str) -> str:
     return tables(stored("text"))
 
@@ -146,6 +155,7 @@ def tests() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands, "gpu": gpu, "guarantees": guarantees, "status": status, "comparison": comparison,
+    **{f"benchmark-{name}": partial(benchmark, name) for name in ("long", "storage")},
 }  # fmt: skip
 
 

@@ -10,27 +10,25 @@ finished one is not repeated. Models have equally many parameters, within 0.5 %.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 import tost_lm
+from experiments.commands import ROOT, run_tost
 from experiments.comparison.recall import MQAR, recall, without_attention
 from experiments.comparison.tables import recall_table, tables
 from experiments.comparison.text import Texts, losses, measures
 from tost_lm.config import Section, load_config, read_toml, run_program
 from tost_lm.data.shards import Shards
-from tost_lm.errors import ConfigError, TostError
+from tost_lm.errors import ConfigError
 from tost_lm.files import read_rows, write_atomically
 from tost_lm.model.flops import parameters
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.version import VERSION, git_commit
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 RECIPE, FORMS, RESULTS = HERE / "recipe.toml", HERE / "forms.toml", ROOT / "results/comparison"
 HIDDEN_UNIT = 2
 
@@ -95,10 +93,7 @@ def text_run(name: str, form: dict[str, Any], words: list[str], seed: int) -> di
         recipe = ROOT / "runs/comparison" / f"{name}.toml"
         write_atomically(recipe, RECIPE.read_text() + change + "\n")
     command = ["tost", "train", str(recipe.relative_to(ROOT)), *words]
-    print(" ".join(command), flush=True)
-    module = [sys.executable, "-m", "tost_lm.cli.main", *command[1:]]
-    if code := subprocess.run(module, cwd=ROOT, check=False).returncode:
-        raise TostError(f"{' '.join(command)}: exit code {code}")
+    run_tost(*command[1:])
     config = load_config(PretrainConfig, recipe, words, from_user=True)
     model = tost_lm.load(config.run_folder)
     texts = Texts.of(Shards.open(next(iter(config.data.folders))))

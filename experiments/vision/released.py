@@ -16,7 +16,7 @@ from experiments.vision.classifier import TostVision
 from experiments.vision.settings import VISION_PRESETS, VisionConfig
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError
-from tost_lm.interop.gpt2 import check_weights
+from tost_lm.interop.authors import check_weights
 from tost_lm.interop.torch_file import read_torch_file
 
 NAMES = {

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tost_lm.interop.gpt2 import gpt2_name
+from tost_lm.interop.authors import gpt2_name
 from tost_lm.model import TostLM
 
 

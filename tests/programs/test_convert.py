@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +91,17 @@ def test_gpt2_keeps_its_tokenizer(tmp_path: Path):
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 16}
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, initializer_range=0.3)).eval()
     theirs.save_pretrained(tmp_path / "gpt2")
-    shutil.copy(GPT2_BPE / "encoder.json", tmp_path / "gpt2/vocab.json")
-    shutil.copy(GPT2_BPE / "vocab.bpe", tmp_path / "gpt2/merges.txt")
+    error = refusal(PROGRAM, "gpt2", "convert.folder=models/gpt2", cwd=tmp_path)
+    assert error == "gpt2: no tokenizer.json; give convert.tokenizer=FOLDER"
+    paths = {"vocab": GPT2_BPE / "encoder.json", "merges": GPT2_BPE / "vocab.bpe"}
+    published = transformers.GPT2Tokenizer(**{name: str(path) for name, path in paths.items()})
+    published.save_pretrained(tmp_path / "gpt2")
     read, _ = run(PROGRAM, "gpt2", "convert.folder=models/gpt2", cwd=tmp_path).splitlines()
     assert read.startswith("gpt2: 2 layers, softmax attention; width 8, 2 heads, vocabulary 50,257, 16 positions; ")
     for folder in ("models/gpt2", "gpt2"):
         assert_close(logits(tost_lm.load(tmp_path / folder)), logits(theirs), FLOAT32_REORDERED)
-        assert tost_lm.load_tokenizer(tmp_path / folder).vocab_size == 50257
+        tokenizer = tost_lm.load_tokenizer(tmp_path / folder)
+        assert (tokenizer.encode("Hello world"), tokenizer.eot, tokenizer.vocab_size) == ([15496, 995], 50256, 50257)
     card = (tmp_path / "models/gpt2/README.md").read_text()
     assert "| converted from | gpt2, GPT-2 of the Hugging Face library |" in card
     assert f"SHA-256 of model.safetensors | {sha256_file(tmp_path / 'gpt2/model.safetensors')} |" in card

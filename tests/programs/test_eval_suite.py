@@ -10,16 +10,16 @@ from forked import LIMIT_S, Forked
 from programs import run, snapshot
 
 SUITE = """
-tasks = ["lambada_openai@lm-eval", "piqa@lm-eval", "passages@own-words"]
+tasks = ["lambada_openai@lm-eval", "piqa@lm-eval", "many_shot_seen@own-words"]
 [sets]
 lambada_openai = "lambada.jsonl"
 piqa = "lambada.jsonl"
 [context]
-passages = [1, 2, 40]
+shots = [8, 16, 400]
 samples = 60
 """
 LAMBADA, PIQA = "lambada_openai@lm-eval", "piqa@lm-eval"
-PASSAGES = "passages@own-words"
+MANY_SHOT = "many_shot_seen@own-words"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_suite_that_is_interrupted_resumes(trained: Path):
     home = trained / "runs/tiny/eval"
     suite = Forked("tost eval", "runs/tiny", "suite.toml", cwd=trained)
     deadline = time.monotonic() + LIMIT_S / 2
-    while not list(home.glob(f"{PASSAGES}/cells/length_*.json")) and time.monotonic() < deadline:
+    while not list(home.glob(f"{MANY_SHOT}/cells/length_*.json")) and time.monotonic() < deadline:
         time.sleep(0.05)
     suite.send_signal(signal.SIGINT)
     code, _, errors = suite.finish()
@@ -49,14 +49,14 @@ def test_a_suite_that_is_interrupted_resumes(trained: Path):
     assert errors.splitlines()[-1] == "interrupted; run the same command to resume"
     finished = snapshot(home)
     assert f"{LAMBADA}/results.json" in finished
-    assert f"{PASSAGES}/results.json" not in finished
+    assert f"{MANY_SHOT}/results.json" not in finished
 
-    suite = Forked("tost eval", "runs/tiny", "suite.toml", "context.passages=[1, 2]", cwd=trained)
+    suite = Forked("tost eval", "runs/tiny", "suite.toml", "context.shots=[8, 16]", cwd=trained)
     code, out, errors = suite.finish()
     assert code == 2
     assert errors.startswith(f"error: {PIQA}: lambada.jsonl, line 1: goal: field required; give PIQA's")
     assert errors.count("\n") == 1
-    assert out.count(f"/{LAMBADA}/results.json (same checkpoint") == out.count(f"{PASSAGES}: reusing ") == 1
+    assert out.count(f"/{LAMBADA}/results.json (same checkpoint") == out.count(f"{MANY_SHOT}: reusing ") == 1
     after = snapshot(home)
     assert {name: after[name] for name in finished} == finished
-    assert [cell["passages"] for cell in json.loads(after[f"{PASSAGES}/results.json"])["cells"]] == [1, 2]
+    assert [cell["shots"] for cell in json.loads(after[f"{MANY_SHOT}/results.json"])["cells"]] == [8, 16]

@@ -86,23 +86,22 @@ def test_test_sets_have_the_same_results_on_two_ranks(copy: Path):
     (copy / "wiki.test.raw").write_text(" \n = Title = \n \n" + " Some words , of a text . \n" * 20)
     solutions = {"goal": "some words", "sol1": "of a text", "sol2": "a long word", "label": 1}
     (copy / "piqa.jsonl").write_text(json.dumps(solutions) + "\n" + json.dumps(solutions | {"label": 0}) + "\n")
-    test_sets = ["wikitext2@lm-eval", "wikitext2@hf-stride32", "lambada_openai@lm-eval", "lambada_openai@tost"]
-    test_sets.append("piqa@lm-eval")
+    test_sets = ["wikitext2@lm-eval", "wikitext2@hf-stride32", "lambada_openai@lm-eval", "piqa@lm-eval"]
     words = [
         *test_sets, "heldout", "sets.wikitext2=wiki.test.raw",
         "sets.lambada_openai=lambada.jsonl", "sets.piqa=piqa.jsonl",
     ]  # fmt: skip
     output = run("tost eval", "runs/tiny", *words, cwd=copy)
-    assert output.count("wrote ") == 5
+    assert output.count("wrote ") == 4
     assert "reusing runs/tiny/eval/heldout@bpb" in output
     for name in test_sets:
         assert re.search(rf"{name}: .*, not the published file \(SHA-256 [0-9a-f]{{64}}\)\n", output)
     homes = [copy / "runs/tiny" / "eval" / name for name in test_sets]
-    assert [results(home, ".")["published_file"] for home in homes] == [False] * 5
+    assert [results(home, ".")["published_file"] for home in homes] == [False] * 4
     alone = [(results(home, "."), (home / "rows.jsonl").read_text().splitlines()) for home in homes]
-    assert [len(rows) for _, rows in alone] == [1, alone[1][0]["model"]["examples"], 3, 3, 2]
+    assert [len(rows) for _, rows in alone] == [1, alone[1][0]["model"]["examples"], 3, 2]
     assert alone[0][0]["model"]["words"] == 3 + 20 * 7 + 2  # it counts the empty strings around spaces
-    assert run("tost eval", "runs/tiny", *words, cwd=copy).count("reusing ") == 6
+    assert run("tost eval", "runs/tiny", *words, cwd=copy).count("reusing ") == 5
     for home in homes:
         shutil.rmtree(home)
     run(
@@ -123,7 +122,7 @@ def test_test_sets_have_the_same_results_on_two_ranks(copy: Path):
             assert row.pop("nats", 0) == pytest.approx(row_alone.pop("nats", 0), rel=FLOAT32_REORDERED)
             assert row == row_alone
     (copy / "lambada.jsonl").write_text('{"text": "other words"}\n')
-    assert run("tost eval", "runs/tiny", *words, cwd=copy).count("wrote ") == 2
+    assert run("tost eval", "runs/tiny", *words, cwd=copy).count("wrote ") == 1
 
 
 def test_needles_resume_from_its_cells_and_copies_of_the_model_share_them(copy: Path):

@@ -48,7 +48,7 @@ class ConversionConfig(Section):
     like: Annotated[Path | None, TAKES_URLS] = None
     """Folder of the Hugging Face library whose tokenizer the model has, and whose other files and settings are kept."""
     tokenizer: Annotated[Path | None, TAKES_URLS] = None
-    """Folder with encoder.json and vocab.bpe, or tokenizer.model; default: the source's, or else GPT-2's."""
+    """Folder with encoder.json and vocab.bpe, or tokenizer.model; default: the source's, or GPT-2's for a ckpt.pt."""
     mean_of: int | None = Field(default=None, gt=1)
     """To a model folder with the mean of the weights in this many checkpoints of a run, the newest."""
 
@@ -74,7 +74,7 @@ class ConvertConfig(Section):
 def main(path: Path, config: ConvertConfig) -> None:
     from tost_lm.checkpointing.format import MANIFEST
     from tost_lm.checkpointing.run_folder import local_model
-    from tost_lm.interop.gpt2 import CONFIG
+    from tost_lm.interop.folder import CONFIG
 
     conversion = config.convert
     folder = conversion.folder
@@ -99,7 +99,7 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
     from tost_lm.checkpointing.format import CARD, CONVERSION, Progress, shard_name, write_checkpoint, write_tensors
     from tost_lm.data.tokenizers.gpt2 import RANKS, gpt2_tokenizer
     from tost_lm.interop.card import model_card
-    from tost_lm.interop.gpt2 import CONFIG, weight_files
+    from tost_lm.interop.folder import CONFIG, weight_files
     from tost_lm.interop.load import foreign_format, read_tokenizer_folder
 
     foreign = foreign_format(source)
@@ -114,6 +114,8 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
         tokenizer = read_tokenizer_folder(conversion.tokenizer)
     else:
         tokenizer = foreign.read_tokenizer(source)
+        if tokenizer is None and source.is_dir():
+            raise ConfigError(f"{source}: no tokenizer.json; give convert.tokenizer=FOLDER")
         if tokenizer is None and config.vocab_size <= RANKS:
             raise ConfigError(
                 f"{source}: its vocabulary is not GPT-2's: {config.vocab_size} ids; give convert.tokenizer=FOLDER"

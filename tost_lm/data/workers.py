@@ -5,7 +5,6 @@ They tokenize the blocks of a corpus, and the results are yielded in the order o
 
 import multiprocessing
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -22,6 +21,7 @@ from tost_lm.data.sources import BadRow, Block, Document, Splitter, parse
 from tost_lm.data.tokenizers import read_tokenizer
 from tost_lm.data.tokenizers.lossless import first_loss
 from tost_lm.errors import DataError
+from tost_lm.lifetime import without_interrupts
 
 IN_FLIGHT = 3  # items per worker: keeps workers busy and bounds memory
 
@@ -50,12 +50,8 @@ def in_processes(
     in_flight: deque[tuple[Item, Future[Result]]] = deque()
     try:
         for item in items:
-            # Only this process handles Ctrl-C; workers that `submit` starts inherit the blocked signal.
-            ours = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
+            with without_interrupts():  # `submit` starts workers
                 in_flight.append((item, pool.submit(_work, work, item)))
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, ours)
             if len(in_flight) > IN_FLIGHT * workers:
                 item, result = in_flight.popleft()
                 yield item, result.result()

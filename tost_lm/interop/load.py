@@ -13,7 +13,7 @@ from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer, find_tokenizer, 
 from tost_lm.data.tokenizers.gpt2 import SOURCES_SHA256, gpt2_tokenizer
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.interop import MODULES
-from tost_lm.interop.gpt2 import CONFIG, read_settings
+from tost_lm.interop.folder import CONFIG, read_settings
 from tost_lm.interop.interface import ForeignFormat
 from tost_lm.model import TostLM
 

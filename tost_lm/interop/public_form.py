@@ -27,7 +27,7 @@ from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.hugging_face import check_settings, transformers_library
 from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
-from tost_lm.interop.gpt2 import CONFIG, listed, read_settings, weight_files
+from tost_lm.interop.folder import CONFIG, listed, read_settings, weight_files
 from tost_lm.interop.interface import ForeignFormat, ForeignModel
 from tost_lm.mixers.delta.settings import CONV_TAPS
 from tost_lm.mixers.delta.settings import Sizes as DeltaSizes
@@ -74,6 +74,8 @@ UNLIMITED = 1 << 20
 """Positions of a trained model without rotary embeddings. It reads any length, but other tools refuse longer texts, and
 some reserve memory for as many tokens."""
 
+CONSTANT = ".attn.masked_bias"
+"""No weight, but in old files of GPT-2."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TEXT_PART = "model.language_model."
 """Before the names of a text part among other parts."""
@@ -158,8 +160,12 @@ class PublicForm:
                 f"{folder}: transformers cannot read it: {_first_line(error)}; copy it again"
             ) from None
         for problem in ("missing", "unexpected"):
-            if names := sorted(found[f"{problem}_keys"]):
+            if names := sorted(name for name in found[f"{problem}_keys"] if not name.endswith(CONSTANT)):
                 raise CheckpointError(f"{folder}: {problem} weights: {listed(names)}; copy it again")
+        if config.tied_head and not torch.equal(
+            model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        ):
+            raise CheckpointError(f"{folder}: {HEAD} differs from the token embedding; give a model with a tied head")
         theirs = model.state_dict()
         del model  # so that each weight is in memory once
         return ForeignModel(config, self.our_weights(config, theirs))
@@ -220,7 +226,7 @@ class PublicForm:
             CheckpointError: one is not supported.
             ConfigError: the sizes are inconsistent.
         """
-        rope = theirs.rope_parameters or {}
+        rope = getattr(theirs, "rope_parameters", None) or {}
         kind = rope.get("rope_type", "default")
         supported = {**FIXED, **self.fixed, **(SCALED if kind == "llama3" else {"rope_type": "default"})}
         for name, value in supported.items():

@@ -27,7 +27,7 @@ def apply_activation_checkpointing(
     model: TostLM,
     *,
     activation_checkpointing: Literal["none", "full"] = "none",
-    mlp_tile_tokens: int | None = None,
+    mlp_tile_tokens: int = 0,
     context_fn: Callable[[], Any] = noop_context_fn,
 ) -> TostLM:
     """Install checkpoint wrappers in a model, in place. Outputs and gradients do not change.
@@ -36,12 +36,13 @@ def apply_activation_checkpointing(
         activation_checkpointing: `full` stores the input of a block and computes the block again in the backward.
         mlp_tile_tokens: the MLP branch of each block (norm, MLP, LayerScale, sum) reads this many tokens of a row at a
             time, stores its input only, and is computed again. Activations of its hidden channels exist for one tile at
-            a time. With sequence or tensor ranks, the tokens are those of this rank's residual stream.
+            a time. 0: whole rows, stored. With sequence or tensor ranks, the tokens are those of this rank's residual
+            stream.
         context_fn: for blocks, the argument of `torch.utils.checkpoint.checkpoint`: what is stored besides the input.
     """
     is_full = activation_checkpointing == "full"
     whole = partial(checkpoint, **OPTIONS, context_fn=context_fn) if is_full else no_checkpoint
-    mlp = no_checkpoint if mlp_tile_tokens is None else partial(_in_tiles, mlp_tile_tokens)
+    mlp = partial(_in_tiles, mlp_tile_tokens) if mlp_tile_tokens else no_checkpoint
     for block in model.blocks:
         assert isinstance(block, Block)
         block.set_checkpoints(whole, mlp)

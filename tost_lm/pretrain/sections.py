@@ -150,8 +150,8 @@ class MemoryConfig(Section):
     """Keep the states between tiles in host memory. An A layer has a window of keys and values for each tile."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """`full`: store only the input of each block, and what it received from other ranks, and compute the block again in the backward: a third more matrix products; for MLPs alone see mlp_tile_tokens."""
-    mlp_tile_tokens: int | None = Field(default=None, gt=0)
-    """Compute the MLP of each block in tiles of this many tokens of a row, each again in the backward: activations of its hidden channels exist for one tile only. Without it whole rows are stored."""
+    mlp_tile_tokens: int = Field(default=0, ge=0)
+    """Compute the MLP of each block in tiles of this many tokens of a row, each again in the backward: activations of its hidden channels exist for one tile only. 0: whole rows are stored."""
 
 
 class ValidationConfig(Section):

@@ -49,10 +49,6 @@ class RunRecord(EvaluatedModel):
             events=read_record(folder / "events.jsonl"),
         )
 
-    @property
-    def needs_shards(self) -> bool:
-        return "mixture" in self.config["data"]
-
     @cached_property
     def parameters(self) -> int:
         """Number of parameters without learned positions, as published numbers count them."""

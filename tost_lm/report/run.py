@@ -12,7 +12,7 @@ from tost_lm.redaction import redact_text
 from tost_lm.report import training
 from tost_lm.report.record import RunRecord
 from tost_lm.tasks.registry import FAMILIES
-from tost_lm.tasks.sections import MISSING, EvaluatedModel, checkpoint_line, missing_line, state_growth
+from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, state_growth
 
 ENOUGH_TOKENS_PER_PARAMETER = 20  # about compute-optimal, arXiv 2203.15556
 
@@ -21,14 +21,12 @@ def run_sections(run: RunRecord, page: Page) -> Iterator[str]:
     """All sections, results first; a section without data is empty."""
     yield f"# {escape(page.title)}"
     yield _smoke_notice(run)
-    sections = list(evaluations(run, page))
-    yield from (section for section in sections if MISSING not in section)
+    yield from evaluations(run, page)
     yield training.losses(run, page)
     yield training.positions(run, page)
     yield training.optimizer(run, page)
     yield training.throughput(run)
     yield training.events(run)
-    yield from (section for section in sections if MISSING in section)
     yield overview(run)
     yield files(run, page)
 
@@ -41,8 +39,7 @@ def export_sections(export: EvaluatedModel, page: Page) -> Iterator[str]:
 
 
 def evaluations(run: EvaluatedModel, page: Page) -> Iterator[str]:
-    """The section of each family of tasks, and a generated text; one without results is empty or has the command that
-    evaluates."""
+    """The section of each family of tasks, and a generated text; empty without results."""
     for section in dict.fromkeys(family.section for family in FAMILIES.values() if family.section):
         yield section(run, page)
     yield sample(run)
@@ -73,17 +70,17 @@ def files(run: EvaluatedModel, page: Page) -> str:
 
 
 def sample(run: EvaluatedModel) -> str:
-    """Generated text."""
+    """Generated text; empty without any."""
     results = run.results(SAMPLE)
     if results is None:
-        return f"## Generated text\n\n{missing_line(f'tost generate {run.folder}')}"
+        return ""
     settings = results["identity"]["settings"]["sample"]
     how = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
     how += f", top_k {settings['top_k']}" if settings.get("top_k") else ""
     how += f", top_p {settings['top_p']:g}" if settings.get("top_p", 1) < 1 else ""
     paragraphs = [
         "## Generated text",
-        checkpoint_line(run, results, f"tost generate {run.folder}"),
+        checkpoint_line(run, results),
         f"End of the prompt {escape(redact_text(file))}:" if (file := settings.get("prompt_file")) else "Prompt:",
         fenced(results["prompt"]),
         f"Continuation ({how}, {results['tokens']} tokens, {results['tokens_per_second']:,.0f} tokens/s):",

@@ -26,7 +26,6 @@ from tost_lm.page import (
     step_axis,
 )
 from tost_lm.report.record import RunRecord
-from tost_lm.tasks.sections import missing_line
 
 EVENTS = {"skipped": "skipped step", "resumed": "resumed", "stopped": "stopped early"}
 EVENTS_SHOWN = 50
@@ -40,9 +39,9 @@ RATES = {
 
 
 def losses(run: RunRecord, page: Page) -> str:
-    """Loss curves."""
+    """Loss curves; empty before the first step."""
     if not run.metrics:
-        return f"## Loss\n\n{missing_line('tost train configs/pretrain/NAME.toml')}"
+        return ""
     chart = loss_chart(run.metrics, run.validation, run.stages)
     picture = page.add_figure("loss", chart, "Training and validation loss by step")
     last = run.metrics[-1]

@@ -1,4 +1,4 @@
-"""Use of the context: copying, gain per token, many-shot mapping and answers from passages, each with controls.
+"""Use of the context: copying, gain per token and many-shot mapping, each with controls.
 
 Copying of a repeated passage, task `copying@text`.
 
@@ -33,29 +33,12 @@ shots. The kinds are equally frequent. In `seen`, the word of the question is in
 the model must know which words are of one kind. The answer is the likeliest of the eight labels; chance is 1/8. The
 labels of the control's shots are drawn independently of the words.
 
-Answers from passages, task `passages@own-words`: one of k passages has the answer.
-
-    Read the passages and answer the question.
-    Passage: Clara Weaver was born in Rome. At school, Clara was best in music. … later worked as a baker in Paris.
-    …
-    Question: In which city was Clara Weaver born?
-    Answer: Clara Weaver was born in → Rome
-
-Sentences, people and facts are our own. Each passage is about another person with other facts, drawn independently, so
-the answer needs the right passage and the right sentence. Its place is drawn. The control has a passage about one more
-person instead. Two scores: the likeliest of ten answers (chance 10 %), and the answer in the greedily generated text.
-
-Tasks whose cells have a number of shots or passages. The length of a cell follows from it.
-
-Repeated sentences before the text make all prompts of a cell equally long: as if each shot or passage had the tokens of
-the longest.
+The number of shots is fixed for the cells of a length. Repeated sentences before the text make all prompts of a cell
+equally long: as if each shot had the tokens of the longest.
 """
 
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,19 +47,15 @@ from pydantic import Field, PositiveInt, field_validator
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.markdown import escape, format_chance, table, with_error
-from tost_lm.page import Chart, Page, new_figure, position_axis
-from tost_lm.tasks.grid import GridConfig, GridTask, Source
+from tost_lm.tasks.grid import GridConfig, GridTask, Source, section
 from tost_lm.tasks.haystacks import Text, noise_haystack
 from tost_lm.tasks.queries import Queries, Query
-from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line
 from tost_lm.tasks.task import Family
 
 if TYPE_CHECKING:
     from tost_lm.inference.generation import ModelFacts
 
 LABELS = 8
-MAX_PASSAGES = 1000
 
 
 class ContextConfig(GridConfig):
@@ -89,14 +68,12 @@ class ContextConfig(GridConfig):
     """Tokens that are scored in an example of copying and context_gain."""
     shots: list[PositiveInt] = Field(default_factory=list)
     """Labelled words before the question of many_shot, at least 8; empty: 8, 16, … up to 4,096 as far as they fit model.context_length."""
-    passages: list[PositiveInt] = Field(default_factory=list)
-    """Passages before the question, at most 1,000; empty: 1, 2, 4, … as far as they fit model.context_length."""
     samples: int = Field(default=32, gt=0)
     """Examples per cell."""
     haystack: Path | None = None
     """A UTF-8 file with one long document for copying and context_gain; default: the held-out documents, or Python's documentation if there are none."""
 
-    @field_validator("lengths", "shots", "passages")
+    @field_validator("lengths", "shots")
     @classmethod
     def _in_order(cls, numbers: list[int]) -> list[int]:
         return sorted(set(numbers))
@@ -107,81 +84,6 @@ class ContextConfig(GridConfig):
         if shots and min(shots) < LABELS:
             raise ValueError(f"context.shots: {min(shots)} is less than the {LABELS} labels; raise it")
         return shots
-
-    @field_validator("passages")
-    @classmethod
-    def _check_passages(cls, passages: list[int]) -> list[int]:
-        if passages and max(passages) > MAX_PASSAGES:
-            raise ValueError(f"context.passages: {max(passages)} is more than {MAX_PASSAGES}; lower it")
-        return passages
-
-
-class CountedQueries(Queries):
-    """Base class; a subclass defines its texts.
-
-    Attributes:
-        counted: what is counted, a key of `facts`.
-        counts: the default counts, ascending.
-        frame: maximum number of tokens besides those that are counted, with the end of text and room for the answer.
-        longest: maximum number of tokens of a shot or passage.
-    """
-
-    counted: str
-    counts: Sequence[int]
-    frame: int
-    longest: int
-
-    def __init__(self, name: str, seed: int, tokenizer: Tokenizer):
-        self.name, self.seed, self.tokenizer = name, seed, tokenizer
-        self.encode = cache(tokenizer.encode)
-        self._noise = noise_haystack(tokenizer)
-
-    @abstractmethod
-    def texts(self, count: int, draws: np.random.Generator) -> tuple[Query, ...]:
-        """An example under each condition, without an end of text and repeated sentences before it."""
-
-    def lengths(self, settings: Any, model: "ModelFacts") -> list[int]:
-        """The lengths of the cells: for the counts given, else for the default counts that fit the model's positions.
-
-        Raises:
-            ConfigError: a length exceeds the model's positions.
-        """
-        fitting = [count for count in self.counts if self._length(count) <= model.context_length]
-        chosen = getattr(settings, self.counted) or fitting or self.counts[:1]
-        limit = model.position_limit
-        for count in chosen:
-            if limit is not None and self._length(count) > limit:
-                raise ConfigError(
-                    f"context.{self.counted}: {count} take {self._length(count):,} tokens in {self.name}, more than "
-                    f"the model's positions ({limit:,}); lower it, or leave the task out"
-                )
-        return [self._length(count) for count in chosen]
-
-    def identity(self, settings: Any) -> dict[str, Any]:
-        return super().identity(settings) | {"lengths": getattr(settings, self.counted)}
-
-    def needed(self, samples: int) -> int:
-        return self.frame
-
-    def facts(self, length: int) -> dict[str, int]:
-        return {self.counted: (length - self.frame) // self.longest}
-
-    def query(self, length: int, depth: float | None, sample: int) -> tuple[Query, ...]:
-        count = self.facts(length)[self.counted]
-        draws = self.draws(count, sample)
-
-        def fill(text: Query) -> Query:
-            noise = self._noise(length - self.room - 1 - len(text.prompt))
-            return replace(text, prompt=np.concatenate([[self.tokenizer.eot], noise, text.prompt]).astype(np.int64))
-
-        return tuple(map(fill, self.texts(count, draws)))
-
-    def join(self, strings: Sequence[str]) -> np.ndarray:
-        """Ids of strings that are encoded separately, so that a value has the same ids everywhere: int64."""
-        return np.array(list(chain.from_iterable(map(self.encode, strings))), np.int64)
-
-    def _length(self, count: int) -> int:
-        return self.frame + count * self.longest
 
 
 CUE_TOKENS = 8
@@ -289,22 +191,55 @@ SHOTS_INTRO = "Each line has a word and the label of its kind.\n"
 assert len(KINDS) == len(NAMES) == LABELS
 
 
-class ManyShot(CountedQueries):
-    """One of the two tasks."""
+SHOTS = tuple(2**n for n in range(3, 13))
+"""Default numbers of shots."""
+
+
+class ManyShot(Queries):
+    """One of the two tasks. A number of shots fits a length that has `frame` tokens besides them, with the end of text
+    and room for the answer, and `longest` tokens for each shot."""
 
     chance, conditions = 1 / LABELS, ("mapping", "control")
-    counted, counts = "shots", tuple(2**n for n in range(3, 13))
 
     def __init__(self, name: str, seed: int, tokenizer: Tokenizer, is_seen: bool):
-        super().__init__(name, seed, tokenizer)
-        self.is_seen = is_seen
+        self.name, self.seed, self.tokenizer, self.is_seen = name, seed, tokenizer, is_seen
+        self.encode = cache(tokenizer.encode)
+        self._noise = noise_haystack(tokenizer)
         self.labels = tuple(tuple(self.encode(f" {name}")) for name in NAMES)
         self.room = max(map(len, self.labels))
         longest = max(len(self.encode(word)) for words in KINDS for word in words)
         self.frame = 1 + len(self.encode(SHOTS_INTRO)) + longest + self.room
         self.longest = longest + self.room + len(self.encode("\n"))
 
-    def texts(self, count: int, draws: np.random.Generator) -> tuple[Query, ...]:
+    def lengths(self, settings: Any, model: "ModelFacts") -> list[int]:
+        """The lengths of the cells: for the shots given, else for the default numbers that fit the context length.
+
+        Raises:
+            ConfigError: a length exceeds the model's positions.
+        """
+        fitting = [shots for shots in SHOTS if self._length(shots) <= model.context_length]
+        chosen = settings.shots or fitting or SHOTS[:1]
+        limit = model.position_limit
+        for shots in chosen:
+            if limit is not None and self._length(shots) > limit:
+                raise ConfigError(
+                    f"context.shots: {shots} take {self._length(shots):,} tokens in {self.name}, more than "
+                    f"the model's positions ({limit:,}); lower it, or leave the task out"
+                )
+        return [self._length(shots) for shots in chosen]
+
+    def identity(self, settings: Any) -> dict[str, Any]:
+        return super().identity(settings) | {"lengths": settings.shots}
+
+    def needed(self, samples: int) -> int:
+        return self.frame
+
+    def facts(self, length: int) -> dict[str, int]:
+        return {"shots": (length - self.frame) // self.longest}
+
+    def query(self, length: int, depth: float | None, sample: int) -> tuple[Query, ...]:
+        count = self.facts(length)["shots"]
+        draws = self.draws(count, sample)
         kinds = draws.permutation(np.resize(draws.permutation(LABELS), count))
         asked = int(draws.integers(LABELS))
         new = int(draws.integers(len(KINDS[asked])))
@@ -316,7 +251,11 @@ class ManyShot(CountedQueries):
 
         def make(labels: np.ndarray) -> Query:
             shots = [x for word, label in zip(words, labels, strict=True) for x in (word, f" {NAMES[label]}", "\n")]
-            return Query(self.join([SHOTS_INTRO, *shots, question]), question, (), self.labels, right)
+            # Encoded separately, so that a label has the same ids everywhere.
+            text = list(chain.from_iterable(map(self.encode, [SHOTS_INTRO, *shots, question])))
+            noise = self._noise(length - self.room - 1 - len(text))
+            prompt = np.concatenate([[self.tokenizer.eot], noise, text]).astype(np.int64)
+            return Query(prompt, question, (), self.labels, right)
 
         return make(label_of_kind[kinds]), make(draws.integers(LABELS, size=count))
 
@@ -325,193 +264,40 @@ class ManyShot(CountedQueries):
         words = KINDS[kind] if left_out is None else KINDS[kind][:left_out] + KINDS[kind][left_out + 1 :]
         return words[int(draws.integers(len(words)))]
 
-
-_FIRST = """
-    Anna Ben Clara David Emma Frank Grace Henry Iris Jack Karen Leo Maria Nora Oscar Paul Queenie Rosa Simon Tina Ursula
-    Victor Wendy Xavier Yvonne Zoe Albert Bella Carl Diana Eric Fiona
-"""
-_LAST = """
-    Weaver Miller Stone Brook Field Wood Hill Marsh Fisher Mason Cooper Potter Carter Turner Porter Walker Archer Hunter
-    Baxter Dyer Fowler Glover Harper Keeler Lister Naylor Palmer Sawyer Tanner Webster Wright Young
-"""
-CITIES = ("Rome", "Paris", "London", "Berlin", "Madrid", "Vienna", "Dublin", "Boston", "Moscow", "Tokyo")
-SUBJECTS = ("music", "history", "science", "art", "math", "English", "French", "drama", "sports", "biology")
-JOBS = ("baker", "doctor", "teacher", "farmer", "lawyer", "driver", "writer", "painter", "nurse", "cook")
-VALUES = CITIES, SUBJECTS, JOBS
-"""Ten of each kind."""
-PEOPLE = tuple(product(_FIRST.split(), _LAST.split()))
-FACTS_INTRO = "Read the passages and answer the question.\n"
-assert len(PEOPLE) > MAX_PASSAGES
+    def _length(self, shots: int) -> int:
+        return self.frame + shots * self.longest
 
 
-class Passages(CountedQueries):
-    """The cells of a length have a fixed number of passages."""
-
-    chance = 1 / len(CITIES)
-    conditions, counted, counts = ("passage", "control"), "passages", tuple(2**n for n in range(10))
-
-    def __init__(self, name: str, seed: int, tokenizer: Tokenizer):
-        super().__init__(name, seed, tokenizer)
-        self.options = tuple(tuple(tuple(self.encode(f" {value}")) for value in kind) for kind in VALUES)
-        self.room = max(len(ids) for options in self.options for ids in options)
-        widest = [max(range(len(options)), key=lambda i, o=options: len(o[i])) for options in self.options]
-        self.longest = max(len(self.join(_passage(*person, (*widest, widest[0])))) for person in PEOPLE)
-        questions = (_question(*person, asked) for person in PEOPLE for asked in range(len(VALUES)))
-        self.frame = (
-            1 + len(self.encode(FACTS_INTRO)) + max(len(self.join(strings)) for strings in questions) + self.room
-        )
-
-    def texts(self, count: int, draws: np.random.Generator) -> tuple[Query, ...]:
-        chosen = [PEOPLE[int(i)] for i in draws.choice(len(PEOPLE), count + 1, replace=False)]
-        facts = draws.integers(len(CITIES), size=(count + 1, 4))
-        texts = [_passage(*person, own) for person, own in zip(chosen, facts, strict=True)]
-        about, asked = int(draws.integers(count)), int(draws.integers(len(VALUES)))
-        question, right = _question(*chosen[about], asked), int(facts[about, asked])
-
-        def make(shown: Sequence[Sequence[str]]) -> Query:
-            prompt = self.join([FACTS_INTRO, *chain.from_iterable(shown), *question])
-            return Query(prompt, "".join(question), (VALUES[asked][right],), self.options[asked], right)
-
-        return make(texts[:count]), make([*texts[:about], texts[count], *texts[about + 1 : count]])
-
-
-def _passage(first: str, last: str, facts: Sequence[int]) -> tuple[str, ...]:
-    city, subject, job, elsewhere = facts
-    return (
-        "Passage:", f" {first} {last}", " was born in", f" {CITIES[city]}",
-        ". At school,", f" {first}", " was best in", f" {SUBJECTS[subject]}",
-        " and often stayed late. Years later,", f" {first}", " found work as a", f" {JOBS[job]}",
-        " and moved to a small house in", f" {CITIES[elsewhere]}", ".\n",
-    )  # fmt: skip
-
-
-def _question(first: str, last: str, asked: int) -> tuple[str, ...]:
-    """A question and the beginning of its answer."""
-    name = f" {first} {last}"
-    return (
-        ("Question: In which city was", name, " born?\n", "Answer:", name, " was born in"),
-        ("Question: In which subject was", name, " best at school?\n", "Answer: At school,", name, " was best in"),
-        ("Question: As what did", name, " find work?\n", "Answer:", name, " found work as a"),
-    )[asked]
-
-
-COLUMNS = {
-    "choice_accuracy": "choice",
-    "found_share": "found",
-    "token_accuracy": "tokens",
-    "nats_per_token": "nats per token",
-}
-
-
-def section(run: EvaluatedModel, page: Page) -> str:
-    """Copying, gain per token, many-shot mapping and answers from passages; empty without results."""
-    found = {task: results for task in TASKS if (results := run.results(task.name))}
-    if not found:
-        return ""
-    paragraphs = [
-        "## Use of context",
-        page.add_figure(
-            "context",
-            gain_chart(found),
-            "Gain per token from context by length",
-        ),
-        "Gain: nats per token by which the useful context lowers the answer, against the control in the figure. ± is "
-        "the standard error over the examples, for gains of paired differences. Parentheses have the control. Tokens: "
-        "fraction of answer tokens that are the most likely ones. Choice: the right answer is the likeliest of all. "
-        "Found: it is in the greedily generated text. The figure's CSV file has these scores.",
-    ]
-    for task, results in found.items():
-        chance, command = format_chance(results["chance"]), run.command(task.name)
-        paragraphs += [f"### {escape(task.name)} (chance {chance})", checkpoint_line(run, results, command)]
-        paragraphs.append(_table(task, results["cells"]))
-    return "\n\n".join(paragraphs)
-
-
-def gain_chart(found: Mapping[GridTask, dict[str, Any]]) -> Chart:
-    """The gain from the useful context by length, a line for each task; rows have the scores of all cells."""
-    figure, axes = new_figure(7, 3.6)
-    rows = []
-    for task, results in found.items():
-        name, cells, key = task.name, results["cells"], "gain_over_control"
-        lengths, gains = [cell["length"] for cell in cells], [cell[key] for cell in cells]
-        errors = [cell[f"{key}_standard_error"] or 0 for cell in cells]
-        axes.errorbar(lengths, gains, errors, marker=".", capsize=2, label=name.split("@")[0])
-        rows += [
-            [name, cell["length"], cell["samples"], cell[key], cell[f"{key}_standard_error"]]
-            + [cell.get(prefix + column, "") for column in COLUMNS for prefix in ("", "control_")]
-            for cell in cells
-        ]
-    axes.axhline(0, color="black", linewidth=0.8)
-    position_axis(axes, "length (tokens)")
-    axes.set_ylabel("gain (nats per token)")
-    axes.legend()
-    header = ["task", "length (tokens)", "examples", "gain (nats/token)", "standard error (nats/token)"]
-    header += [f"{name}{control}" for name in COLUMNS for control in ("", ", control")]
-    return Chart(figure, header, rows)
-
-
-def _table(task: GridTask, cells: list[dict[str, Any]]) -> str:
-    scores = [key for key in task.scores if key in cells[0]]
-    gains = [key for key in cells[0] if key.startswith("gain_over_") and not key.endswith("_error")]
-
-    def score(cell: dict[str, Any], key: str) -> str:
-        form = ".3f" if key == "nats_per_token" else ".1%"
-        return f"{with_error(cell[key], cell[f'{key}_standard_error'], form)} ({cell[f'control_{key}']:{form}})"
-
-    header = (
-        "length",
-        task.counted,
-        "examples",
-        *[COLUMNS[key] for key in scores],
-        *[key.replace("_", " ") for key in gains],
-    )
-    rows = [
-        (
-            f"{cell['length']:,}", f"{cell[task.counted]:,}", f"{cell['samples']:,}",
-            *[score(cell, key) for key in scores],
-            *[with_error(cell[key], cell[f"{key}_standard_error"], "+.3f") for key in gains],
-        )
-        for cell in cells
-    ]  # fmt: skip
-    return table(header, rows)
-
-
-def _of_text(name: str, about: str, make: type[TextQueries], counted: str) -> GridTask:
+def _of_text(name: str, about: str, make: type[TextQueries]) -> GridTask:
     def queries(name: str, of: Source) -> Queries:
         return make(name, of.settings.seed, of.tokenizer, of.text, of.settings.target_tokens)
 
-    scores = ("token_accuracy", "nats_per_token")
-    return GridTask(f"{name}@text", about, queries, scores, counted=counted)
+    return GridTask(f"{name}@text", about, queries, "token_accuracy")
 
 
-def _of_words(name: str, about: str, make: type[CountedQueries], *arguments: bool) -> GridTask:
+def _many_shot(name: str, about: str, is_seen: bool) -> GridTask:
     def queries(name: str, of: Source) -> Queries:
-        return make(name, of.settings.seed, of.tokenizer, *arguments)
+        return ManyShot(name, of.settings.seed, of.tokenizer, is_seen)
 
-    scores = ("choice_accuracy", "found_share", "nats_per_token")
-    return GridTask(f"{name}@own-words", about, queries, scores, counted=make.counted)
+    return GridTask(f"{name}@own-words", about, queries, "choice_accuracy")
 
 
 TASKS = [
-    _of_text("copying", "a passage and its repetition, by distance; control: another passage", Copying, "distance"),
+    _of_text("copying", "a passage and its repetition, by distance; control: another passage", Copying),
     _of_text(
         "context_gain",
         "the same tokens with and without the first half of the length; control: another text",
         ContextGain,
-        "removed",
     ),
-    _of_words(
+    _many_shot(
         "many_shot_seen",
         "words and permuted labels, 8 to 4,096 shots; the word of the question is in the shots",
-        ManyShot,
         True,
     ),
-    _of_words(
+    _many_shot(
         "many_shot_unseen",
         "the same with another word of a kind in the shots; control of both: random labels",
-        ManyShot,
         False,
     ),
-    _of_words("passages", "k passages, one has the answer; control: a passage about somebody else instead", Passages),
 ]
 FAMILY = Family("context", TASKS, ContextConfig, section)

@@ -16,14 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.files import sha256_bytes
 from tost_lm.inference.evaluated import EvaluatedCheckpoint, read_result_file, write_result_file
 from tost_lm.inference.ranks import Ranks
-from tost_lm.markdown import format_chance, with_error
+from tost_lm.markdown import format_chance, table, with_error
+from tost_lm.page import Chart, Page, draw_heatmap, new_panels
 from tost_lm.tasks.haystacks import Text
 from tost_lm.tasks.queries import Examples, GridConfig, Queries
+from tost_lm.tasks.sections import EvaluatedModel
 from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
 
 if TYPE_CHECKING:
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
     from tost_lm.tasks.answers import Scorer
 
 ACCURACIES = {"choice_accuracy": "choice", "found_share": "found", "token_accuracy": "tokens"}
-"""Scores by precedence, and their names in print: a task's accuracy is the first that it has."""
+"""Scores by precedence, and their names in tables: a task's accuracy is the first that it has."""
 FEW_EXAMPLES = 25
 """With fewer the standard error of an accuracy may exceed 10 %."""
 
@@ -85,18 +89,14 @@ class GridTask(Task):
         name: str,
         about: str,
         make: Callable[[str, Source], Queries],
-        scores: Sequence[str] = ("found_share",),
+        headline: str = "found_share",
         column: tuple[str, str] | None = None,
-        counted: str = "",
     ):
         """
         Args:
             make: returns its queries, given its name. Raises TostError if there is no text for them.
-            scores: keys of the scores in tables; the first is the headline.
-            counted: what tables have beside the length, a key of `Queries.facts`.
         """
-        self.name, self.about, self.make, self.scores, self.column = name, about, make, scores, column
-        self.headline, self.counted = scores[0], counted
+        self.name, self.about, self.make, self.headline, self.column = name, about, make, headline, column
 
     def open(self, evaluation: Evaluation, family: Family) -> Measurement:
         settings = family.settings_in(evaluation.config)
@@ -266,7 +266,7 @@ class Grid:
 def describe(cells: Sequence[Row], facts: Mapping[str, int]) -> str:
     """The accuracy over the cells of a length beside that of the control, and the gain where the answer is a text."""
     first = cells[0]
-    key = next(key for key in ACCURACIES if key in first)
+    key = _accuracy(first)
     means = over_cells(cells, (key, f"control_{key}"))
     words = [f"length {first['length']:>9,}", *(f"{name} {value:,}" for name, value in facts.items())]
     words.append(f"{ACCURACIES[key]} {with_error(means[key], means[f'{key}_standard_error'], '.1%')}")
@@ -300,3 +300,72 @@ def cells_by_length(cells: Sequence[Row]) -> dict[int, list[Row]]:
 def mean_score(cells: Sequence[Row], key: str) -> float:
     """Mean over all examples of the cells."""
     return sum(cell[key] * cell["samples"] for cell in cells) / sum(cell["samples"] for cell in cells)
+
+
+def _accuracy(cell: Row) -> str:
+    """The key of the accuracy that stands for a task."""
+    return next(key for key in ACCURACIES if key in cell)
+
+
+def section(run: EvaluatedModel, page: Page) -> str:
+    """The section of the report on all tasks with cells; empty without results."""
+    files = sorted(run.folder.glob("eval/*@*/results.json"))
+    found = {name: results for name in (path.parent.name for path in files) if (results := run.results(name))}
+    found = {name: results for name, results in found.items() if "cells" in results}
+    if not found:
+        return ""
+    header = ("task", "chance", "tokens", "examples", "score", "control", "exact", "gain", "checkpoint")
+    paragraphs = [
+        "## Retrieval and use of context",
+        page.add_figure("context", cells_chart(found), "Accuracy by task and length, with control"),
+        table(header, [row for name, results in found.items() for row in _rows(name, results)]),
+        "Scores: found, the fraction of the expected strings in the greedily generated text; choice, whether the right "
+        "answer is the likeliest of several; tokens, the fraction of answer tokens that are the most likely ones. "
+        "Exact: all of them are. The text of the control lacks the answer. Gain: nats per token by which the text "
+        "lowers the answer, against the control. ± is the standard error over the examples. The figure's CSV "
+        "file has all scores.",
+    ]
+    if {letter for results in found.values() for letter in results["pattern"]} == {"T"}:
+        paragraphs.append(
+            "Pure TSSA keeps statistics of the past instead of the tokens. It is not expected to recall an exact word, "
+            "so chance level is no defect."
+        )
+    return "\n\n".join(paragraphs)
+
+
+def _rows(name: str, results: Row) -> list[tuple[str, ...]]:
+    """A row for each length of a task."""
+    rows = []
+    for length, cells in cells_by_length(results["cells"]).items():
+        key = _accuracy(cells[0])
+        means = over_cells(cells, (key, "exact_accuracy", f"control_{key}", "gain_over_control"))
+        score, gain = (
+            with_error(means[of], means[f"{of}_standard_error"], form)
+            for of, form in ((key, ".1%"), ("gain_over_control", "+.3f"))
+        )
+        rows.append((
+            name, format_chance(results["chance"]), f"{length:,}", f"{means['samples']:,}",
+            f"{ACCURACIES[key]} {score}", f"{means[f'control_{key}']:.1%}", f"{means['exact_accuracy']:.1%}", gain,
+            results["identity"]["checkpoint"],
+        ))  # fmt: skip
+    return rows
+
+
+def cells_chart(found: Mapping[str, Row]) -> Chart:
+    """The accuracy of each task by length, and by depth if it has depths, with that of the control."""
+    cells = [{"task": name, **cell} for name, results in found.items() for cell in results["cells"]]
+    lengths = sorted({cell["length"] for cell in cells})
+    rows = list(dict.fromkeys((cell["task"], cell["depth"]) for cell in cells))
+    names = [task.split("@")[0] + ("" if depth is None else f", depth {depth:g}") for task, depth in rows]
+    figure, panels = new_panels(4 + 1.5 * len(lengths), 1.6 + 0.4 * len(rows), 2, sharey=True)
+    image: Any = None
+    for axes, prefix in zip(panels, ("", "control_"), strict=True):
+        percent_RL = np.full((len(rows), len(lengths)), np.nan)
+        for cell in cells:
+            place = rows.index((cell["task"], cell["depth"])), lengths.index(cell["length"])
+            percent_RL[place] = 100 * cell[prefix + _accuracy(cell)]
+        image = draw_heatmap(axes, percent_RL, lengths, names)
+        axes.set_title("control" if prefix else "score")
+    figure.colorbar(image, ax=panels, label="accuracy (%)")
+    header = list(dict.fromkeys(key for cell in cells for key in cell))
+    return Chart(figure, header, [[cell.get(key, "") for key in header] for cell in cells])

@@ -23,7 +23,7 @@ from tost_lm.inference.requests import bootstrap_error, disjoint_windows, rates
 from tost_lm.markdown import escape, table, with_error
 from tost_lm.page import Page
 from tost_lm.tasks.scored import window_of
-from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, missing_line
+from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line
 from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
 
 if TYPE_CHECKING:
@@ -145,16 +145,16 @@ def score_documents(
 
 
 def section(run: EvaluatedModel, page: Page) -> str:
-    """Held-out scores of the model."""
-    results, command = run.results(NAME), run.command("heldout")
+    """Held-out scores of the model; empty without results."""
+    results = run.results(NAME)
     if results is None:
-        return f"## Held-out text\n\n{missing_line(command)}"
+        return ""
     model = results["model"]
     bits = with_error(model["bits_per_byte"], model["bits_per_byte_standard_error"], ".4f")
     row = (f"{model['nats_per_token']:.4f}", f"{model['perplexity_per_token']:,.2f}", bits)
     return "\n\n".join([
         f"## Held-out text ({escape(NAME)})",
-        checkpoint_line(run, results, command),
+        checkpoint_line(run, results),
         table(("nats per token", "perplexity per token", "bits per byte"), [row]),
         f"{model['documents']:,} of {results['heldout_documents']:,} held-out documents, "
         f"{model['tokens']:,} tokens, {model['bytes']:,} bytes, in windows of {results['window_tokens']:,} tokens. "

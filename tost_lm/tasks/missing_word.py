@@ -13,7 +13,7 @@ import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
-from tost_lm.inference.requests import Likelihoods, Request, bootstrap_error, left_truncated
+from tost_lm.inference.requests import Likelihoods, bootstrap_error, left_truncated
 from tost_lm.tasks.data_sets import DataSet, HubRows, HubSource
 from tost_lm.tasks.perplexity import with_error
 from tost_lm.tasks.scored import (
@@ -124,21 +124,14 @@ class MissingWord(ScoredTask):
     rules, headline = "gpt2", "accuracy"
 
     def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
-        return [
-            Example(
-                tuple(self.requests(cloze, tokenizer, window)),
-                {"candidates": list(cloze.candidates), "answer": cloze.answer},
-            )
-            for cloze in clozes(path)
-        ]
-
-    def requests(self, cloze: Cloze, tokenizer: Tokenizer, window: int) -> list[Request]:
-        """A request for each candidate."""
-        context, requests = tokenizer.encode(detokenized(cloze.before)), []
-        for candidate in cloze.candidates:
-            ids = np.array(tokenizer.encode(detokenized(cloze.filled(candidate))), dtype=np.int64)
-            requests.append(left_truncated(ids, _common_tokens(context, ids.tolist()), window))
-        return requests
+        found = []
+        for cloze in clozes(path):
+            context, requests = tokenizer.encode(detokenized(cloze.before)), []
+            for candidate in cloze.candidates:
+                ids = np.array(tokenizer.encode(detokenized(cloze.filled(candidate))), dtype=np.int64)
+                requests.append(left_truncated(ids, _common_tokens(context, ids.tolist()), window))
+            found.append(Example(tuple(requests), {"candidates": list(cloze.candidates), "answer": cloze.answer}))
+        return found
 
     def row(self, example: Example, scores: Likelihoods) -> Row:
         chosen = example.facts["candidates"][int(scores.nats.argmin())]

@@ -1,22 +1,15 @@
 """Needle in a haystack: one secret word in a long text, by length and depth."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from pydantic import Field, field_validator
 
-from tost_lm.checkpointing.format import read_model_config
 from tost_lm.data.passages import NAMES, WORDS, secret_line
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.markdown import escape, table
-from tost_lm.mixers.spec import Load
-from tost_lm.model.config import ModelConfig
-from tost_lm.page import Chart, Page, draw_heatmap, new_panels
-from tost_lm.tasks.grid import GridConfig, GridTask, cells_by_length, mean_score
+from tost_lm.tasks.grid import GridConfig, GridTask, section
 from tost_lm.tasks.haystacks import Text, insert_needles, text_haystack
 from tost_lm.tasks.queries import Queries, Query
-from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, missing_line
 from tost_lm.tasks.task import Family
 
 NAME = "needle@words"
@@ -87,77 +80,6 @@ class NeedleQueries(Queries):
         return [*self.tokenizer.encode("\n"), *self.tokenizer.encode(secret_line(name))]
 
 
-def section(run: EvaluatedModel, page: Page) -> str:
-    """The needle grid with its control."""
-    results, command = run.results(NAME), run.command("needle")
-    if results is None:
-        return f"## Needle in a haystack\n\n{missing_line(command)}"
-    cells = results["cells"]
-    examples = sum(cell["samples"] for cell in cells)
-    scores = ("choice_accuracy", "control_choice_accuracy", "exact_accuracy")
-    model, rows = read_model_config(run.evaluated.checkpoint), []
-    for length, own in cells_by_length(cells).items():
-        means = [f"{mean_score(own, key):.1%}" for key in scores]
-        rows.append((f"{length:,}", *means, f"{decoding_bytes(model, length) / 1000:,.1f}"))
-    paragraphs = [
-        f"## Needle in a haystack ({escape(NAME)})",
-        checkpoint_line(run, results, command),
-        page.add_figure("needle", needle_chart(cells), "Accuracy by needle depth and length, with control"),
-        table(("tokens", "choice accuracy", "control without the needle", "exact accuracy", "state (kB)"), rows),
-        "Choice accuracy: the right word is the most likely of ten. Exact accuracy: each of its tokens is the most "
-        "likely token. State: what decoding keeps of these tokens, for each sequence in float32. "
-        f"Chance level of the choice: {results['chance']:.0%}. Each cell has {cells[0]['samples']} "
-        f"examples, the grid {examples}. At chance level the standard error of a cell is "
-        f"{_chance_error(results['chance'], cells[0]['samples']):.0%} and that of the mean "
-        f"{_chance_error(results['chance'], examples):.1%}.",
-    ]
-    if set(results["pattern"]) == {"T"}:
-        paragraphs.append(
-            "Pure TSSA keeps statistics of the past instead of the tokens. It is not expected to recall an exact word, "
-            "so chance level is no defect."
-        )
-    return "\n\n".join(paragraphs)
-
-
-def decoding_bytes(model: ModelConfig, tokens: int) -> float:
-    """Bytes of the state of all layers after so many tokens of a document, in float32."""
-    micro_batch = 4, True, tokens, tokens, tokens, 1, 1, 1
-    of_layer = {spec: spec.state_bytes(Load(shape, *micro_batch)) for spec, shape in model.mixers}
-    return sum(spec.layers(model.letters) * size for spec, size in of_layer.items())
-
-
-def _chance_error(chance: float, examples: int) -> float:
-    return (chance * (1 - chance) / examples) ** 0.5
-
-
-NEEDLE_KEYS = {"choice_accuracy": "with the needle", "control_choice_accuracy": "control without it"}
-CELL_INCHES = 0.5
-
-
-def needle_chart(cells: Sequence[dict[str, Any]]) -> Chart:
-    """Choice accuracy by depth and length, with and without the needle."""
-    lengths = sorted({cell["length"] for cell in cells})
-    depths = sorted({cell["depth"] for cell in cells})
-    size = 3 + 1.5 * len(lengths), 1.6 + CELL_INCHES * len(depths)
-    figure, panels = new_panels(*size, len(NEEDLE_KEYS), sharey=True)
-    image: Any = None
-    for axes, (key, title) in zip(panels, NEEDLE_KEYS.items(), strict=True):
-        percent_DL = np.full((len(depths), len(lengths)), np.nan)
-        for cell in cells:
-            percent_DL[depths.index(cell["depth"]), lengths.index(cell["length"])] = 100 * cell[key]
-        image = draw_heatmap(axes, percent_DL, lengths, [f"{depth:g}" for depth in depths])
-        axes.set_title(title)
-    panels[0].set_ylabel("needle depth (0–1)")
-    figure.colorbar(image, ax=panels, label="accuracy (%)")
-    header = [
-        "length (tokens)",
-        "depth (fraction of the text)",
-        *[f"choice accuracy, {name} (%)" for name in NEEDLE_KEYS.values()],
-    ]
-    rows = [[c["length"], c["depth"], *[100 * c[key] for key in NEEDLE_KEYS]] for c in cells]
-    return Chart(figure, header, rows)
-
-
 FAMILY = Family(
     "needle",
     [
@@ -165,7 +87,7 @@ FAMILY = Family(
             NAME,
             "one secret word in a text: a grid of length by depth",
             lambda name, of: NeedleQueries(of.settings.seed, of.tokenizer, of.text, of.settings.depths),
-            ("choice_accuracy",),
+            "choice_accuracy",
             column=("needle choice accuracy", ".1%"),
         )
     ],

@@ -16,7 +16,7 @@ from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.text_file import TextFile, ids_of
 from tost_lm.markdown import escape, table
 from tost_lm.page import CONTRAST, DARK, Chart, Page, column, line_data, new_figure, position_axis
-from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, missing_line
+from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line
 from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
 
 if TYPE_CHECKING:
@@ -218,16 +218,16 @@ def print_table(rows: Sequence[Row], trained: int) -> None:
 
 
 def section(run: EvaluatedModel, page: Page) -> str:
-    """Loss by position up to a multiple of the trained length."""
-    results, command = run.results(NAME), run.command(NAME)
+    """Loss by position up to a multiple of the trained length; empty without results."""
+    results = run.results(NAME)
     if results is None:
-        return f"## Length extrapolation\n\n{missing_line(command)}"
+        return ""
     rows, trained, sequences = results["by_position"], results["trained_tokens"], results["sequences"]
     limit = results["position_limit"]
     errors = ["–" if row["standard_error"] is None else f"{row['standard_error']:.4f}" for row in rows]
     return "\n\n".join([
         f"## Length extrapolation ({escape(NAME)})",
-        checkpoint_line(run, results, command),
+        checkpoint_line(run, results),
         page.add_figure("length_extrapolation", extrapolation_chart(rows, trained), "Loss by position"),
         table(
             ("positions up to", "nats per token", "standard error", "trained length"),

@@ -3,17 +3,15 @@ variable tracking, the most frequent words of a list, questions about documents.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise, repeat
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.markdown import escape, format_chance, table
-from tost_lm.page import Chart, Page, draw_heatmap, new_figure
-from tost_lm.tasks.grid import GridConfig, GridTask, Source
+from tost_lm.tasks.grid import GridConfig, GridTask, Source, section
 from tost_lm.tasks.haystacks import (
     LONGEST_KEY,
     PAIRS,
@@ -29,7 +27,6 @@ from tost_lm.tasks.haystacks import (
     word_keys,
 )
 from tost_lm.tasks.queries import Puzzle, PuzzleQueries, Queries, Query, Strings
-from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line
 from tost_lm.tasks.task import Family
 
 
@@ -382,77 +379,6 @@ def _zipf(words: int) -> list[int]:
     """How often the k-th word of a list of about `words` words occurs; all that occur at all."""
     ranks = np.arange(1, int((words * 6 / np.pi**2) ** 0.5) + 1)
     return (words * 6 / np.pi**2 / ranks**2).astype(int).tolist()
-
-
-def section(run: EvaluatedModel, page: Page) -> str:
-    """Tasks with the structure of RULER by length; empty without results."""
-    found = {task.name: results for task in FAMILY.tasks if (results := run.results(task.name))}
-    if not found:
-        return ""
-    samples = sorted({cell["samples"] for results in found.values() for cell in results["cells"]})
-    return "\n\n".join([
-        "## Retrieval tasks",
-        *_of_checkpoints(run, found),
-        page.add_figure("retrieval", tasks_chart(found), "Recall by task and length"),
-        "Recall is the fraction of the expected values in the model's greedy answer. The control in parentheses uses a "
-        "text without the values. Chance is the score of a random answer of the right form. Examples in a cell: "
-        f"{' to '.join(f'{count:,}' for count in dict.fromkeys([samples[0], samples[-1]]))}. The standard error of a "
-        f"recall is at most {0.5 / samples[0] ** 0.5:.1%}.",
-        _by_length(found, lambda cell: f"{cell['found_share']:.1%} ({cell['control_found_share']:.1%})"),
-        "Exact accuracy (each answer token is the most likely one after the earlier ones), then −log p of the answer "
-        "in nats: with the values / control.",
-        _by_length(
-            found,
-            lambda cell: f"{cell['exact_accuracy']:.1%}, {cell['answer_nats']:.2f} / {cell['control_answer_nats']:.2f}",
-        ),
-    ])  # fmt: skip
-
-
-def _of_checkpoints(run: EvaluatedModel, found: Mapping[str, dict[str, Any]]) -> list[str]:
-    """A line for each evaluated checkpoint, with its tasks if there are several checkpoints."""
-    names: dict[str, list[str]] = {}
-    for name, results in found.items():
-        names.setdefault(results["identity"]["checkpoint_sha256"], []).append(name)
-    lines = []
-    for own in names.values():
-        seconds = sum(found[name]["seconds"] for name in own)
-        line = checkpoint_line(run, found[own[0]] | {"seconds": seconds}, run.command(*own))
-        lines.append(f"{escape(', '.join(own))}: {line}" if len(names) > 1 else line)
-    return lines
-
-
-def _by_length(found: Mapping[str, dict[str, Any]], shown: Callable[[dict[str, Any]], str]) -> str:
-    lengths = sorted({cell["length"] for results in found.values() for cell in results["cells"]})
-    rows = []
-    for name, results in found.items():
-        cells = {cell["length"]: shown(cell) for cell in results["cells"]}
-        rows.append((name, format_chance(results["chance"]), *[cells.get(length, "–") for length in lengths]))
-    return table(("task", "chance", *[f"{length:,} tokens" for length in lengths]), rows)
-
-
-def tasks_chart(found: Mapping[str, dict[str, Any]]) -> Chart:
-    """Recall of the answers by task and length; `found` are results by task."""
-    lengths = sorted({cell["length"] for results in found.values() for cell in results["cells"]})
-    percent_NL = np.full((len(found), len(lengths)), np.nan)
-    for row, results in zip(percent_NL, found.values(), strict=True):
-        for cell in results["cells"]:
-            row[lengths.index(cell["length"])] = 100 * cell["found_share"]
-    names = [name.split("@")[0] for name in found]
-    figure, axes = new_figure(3.6 + 0.9 * len(lengths), 1.4 + 0.4 * len(names))
-    figure.colorbar(draw_heatmap(axes, percent_NL, lengths, names), ax=axes, label="recall (%)")
-    keys = ("found_share", "exact_accuracy")
-    header = [
-        "task", "length (tokens)", "recall (%)", "recall, control (%)", "exact (%)", "exact, control (%)",
-        "answer (nats)", "answer, control (nats)", "chance (%)",
-    ]  # fmt: skip
-    rows = [
-        [
-            name, cell["length"], *[100 * cell[prefix + key] for key in keys for prefix in ("", "control_")],
-            cell["answer_nats"], cell["control_answer_nats"], 100 * results["chance"],
-        ]
-        for name, results in found.items() for cell in results["cells"]
-    ]  # fmt: skip
-    return Chart(figure, header, rows)
 
 
 def _niah(name: str, about: str, form: Form) -> GridTask:

@@ -1,5 +1,5 @@
-"""Tasks whose examples are scored by log-likelihood or by a greedy continuation: a file in its published format becomes
-examples, and their scores are summed up. During training, the same code scores the model in memory.
+"""Tasks whose examples are scored by log-likelihood: a file in its published format becomes examples, and their scores
+are summed up. During training, the same code scores the model in memory.
 """
 
 import json
@@ -56,13 +56,10 @@ class ScoredTask(Task, ABC):
         rules: the end of its name, after the test set.
         data_set: the test set.
         by_token: whether the headline depends on the tokenizer.
-        new_tokens: length of the text that is generated greedily after the context of an example's only request; 0:
-            the targets of its requests are scored.
     """
 
     rules: str = "lm-eval"
     by_token: bool = False
-    new_tokens: int = 0
 
     def __init__(self, data_set: DataSet, rules: str | None = None):
         self.data_set, self.name = data_set, f"{data_set.name}@{rules or self.rules}"
@@ -76,8 +73,8 @@ class ScoredTask(Task, ABC):
         """
 
     @abstractmethod
-    def row(self, example: Example, scores: Any) -> Row:
-        """The row of an example; `scores` are Likelihoods of its requests, or with `new_tokens` the generated text."""
+    def row(self, example: Example, scores: Likelihoods) -> Row:
+        """The row of an example; `scores` are those of its requests."""
 
     @abstractmethod
     def totals(self, rows: Sequence[Row]) -> Row:
@@ -105,12 +102,9 @@ class ScoredTask(Task, ABC):
         window = window_of(model.config, settings.window_tokens)
         examples = self.examples(file.path, tokenizer, window)
         print(f"{self.name}: {file.path}, {describe_published(file.is_published)} (SHA-256 {file.sha256})", flush=True)
-        if self.new_tokens:
-            print(f"{self.name}: continuing {len(examples):,} examples by {self.new_tokens} tokens", flush=True)
-        else:
-            tokens = sum(request.inputs for example in examples for request in example.requests)
-            print(f"{self.name}: scoring {len(examples):,} examples, {tokens:,} tokens", flush=True)
-        rows = rows_of(ranks, model, tokenizer, self, examples, settings.batch_tokens)
+        tokens = sum(request.inputs for example in examples for request in example.requests)
+        print(f"{self.name}: scoring {len(examples):,} examples, {tokens:,} tokens", flush=True)
+        rows = rows_of(ranks, model, self, examples, settings.batch_tokens)
         if not all(np.isfinite(row.get("nats", 0)).all() for row in rows):
             raise CheckpointError(
                 f"{evaluation.evaluated.checkpoint}: its scores are not finite (NaN or infinite); use an earlier "
@@ -136,7 +130,7 @@ class ScoredTask(Task, ABC):
         examples = self.examples(file.path, training.tokenizer, window_of(training.model, settings.window_tokens))
 
         def measure(model: "LanguageModel", ranks: Ranks) -> Row:
-            return self.totals(rows_of(ranks, model, training.tokenizer, self, examples, settings.batch_tokens))
+            return self.totals(rows_of(ranks, model, self, examples, settings.batch_tokens))
 
         return MeasuredInTraining(file.sha256, measure, shares_copies=True)
 
@@ -152,18 +146,13 @@ def window_of(model: "ModelFacts", wanted: int | None) -> int:
 def rows_of(
     ranks: Ranks,
     model: "LanguageModel",
-    tokenizer: Tokenizer,
     task: ScoredTask,
     examples: Sequence[Example],
     batch_tokens: int | None = None,
 ) -> list[Row]:
     """A row for each example, on every rank; all of them call it."""
-    from tost_lm.inference.likelihood import continue_greedily, score_requests
+    from tost_lm.inference.likelihood import score_requests
 
-    if task.new_tokens:
-        prompts = [example.requests[0].context for example in examples]
-        texts = continue_greedily(model, prompts, task.new_tokens, tokenizer.vocab_size, batch_tokens, ranks)
-        return [task.row(example, tokenizer.decode(ids)) for example, ids in zip(examples, texts, strict=True)]
     requests = [request for example in examples for request in example.requests]
     scores = score_requests(model, requests, batch_tokens, ranks)
     rows, begin = [], 0

@@ -9,8 +9,6 @@ from tost_lm.files import sha256_file
 from tost_lm.inference.evaluated import EvaluatedCheckpoint, read_result_file, results_path
 from tost_lm.markdown import code
 
-MISSING = "No results yet."
-
 
 @dataclass(frozen=True)
 class EvaluatedModel:
@@ -27,27 +25,13 @@ class EvaluatedModel:
         """The results of a task; None without any. Raises as `read_result_file`."""
         return read_result_file(results_path(self.folder, task))
 
-    @property
-    def needs_shards(self) -> bool:
-        """Whether the user names the held-out text."""
-        return True
 
-    def command(self, *words: str) -> str:
-        """The command that measures tasks which may read held-out text."""
-        return " ".join(["tost eval", str(self.folder), *words, *["heldout.shards=FOLDER"] * self.needs_shards])
-
-
-def missing_line(command: str) -> str:
-    """The command for an evaluation without results."""
-    return f"{MISSING} Run {code(command)}."
-
-
-def checkpoint_line(run: EvaluatedModel, results: dict[str, Any], command: str) -> str:
-    """The evaluated checkpoint; if it is not the newest one, also the command that evaluates that."""
+def checkpoint_line(run: EvaluatedModel, results: dict[str, Any]) -> str:
+    """The evaluated checkpoint, and whether it is the newest one."""
     identity = results["identity"]
     line = f"Checkpoint {code(identity['checkpoint'])}, evaluated in {results['seconds']:,.0f} s."
     if identity["checkpoint_sha256"] != sha256_file(run.evaluated.checkpoint / "manifest.json"):
-        line += f" **This is not the newest checkpoint.** To evaluate that, run {code(command)}."
+        line += " **This is not the newest checkpoint.** To evaluate that, run the same command again."
     return line
 
 

@@ -4,7 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tost_lm.checkpointing.format import read_model_config
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.inference.ranks import Ranks
@@ -13,7 +12,7 @@ from tost_lm.markdown import escape, table
 from tost_lm.page import Page
 from tost_lm.progress import Progress
 from tost_lm.redaction import redact_text
-from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, missing_line, state_growth
+from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, state_growth
 from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
 
 if TYPE_CHECKING:
@@ -84,17 +83,15 @@ class TextStream(Task):
 
 
 def section(run: EvaluatedModel, page: Page) -> str:
-    """Score of a text file."""
+    """Score of a text file; empty without results."""
     results = run.results(NAME)
     if results is None:
-        # Most text files are longer than a model's learned positions.
-        limited = read_model_config(run.evaluated.checkpoint).position_limit
-        return "" if limited else f"## Text file\n\n{missing_line(f'tost eval {run.folder} text text.file=PATH')}"
+        return ""
     model, path = results["model"], redact_text(results["identity"]["settings"]["text"]["file"])
     scores = f"{model['nats_per_token']:.4f}", f"{model['perplexity_per_token']:,.2f}", f"{model['bits_per_byte']:.4f}"
     return "\n\n".join([
         f"## Text file ({escape(NAME)})",
-        checkpoint_line(run, results, f"tost eval {run.folder} text text.file={path}"),
+        checkpoint_line(run, results),
         table(("text", "nats per token", "perplexity per token", "bits per byte"), [(path, *scores)]),
         f"{model['tokens']:,} tokens, {model['bytes']:,} bytes. Each token is predicted from all earlier ones; "
         f"end-of-text tokens do not count. Size of the final state: {results['state_bytes']:,} bytes; "

@@ -1,14 +1,18 @@
 """Tokenizer training: a uniform sample, deterministic, interruptible; errors are one line."""
 
 import json
+import multiprocessing
 import random
 import re
 import signal
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tost_lm.config import validate
@@ -197,35 +201,40 @@ def test_errors_of_the_corpus_pass_through(error):
     assert not trainers()
 
 
-def trainers() -> list[psutil.Process]:
+def trainers() -> list[BaseProcess]:
     """The training processes among the children of this process."""
-    return [child for child in psutil.Process().children() if "training_process" in command_of(child)]
+    return [child for child in multiprocessing.active_children() if child.name.startswith("training")]
 
 
-def command_of(process: psutil.Process) -> str:
-    """Empty for the zombie that another test has left to this worker."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.ZombieProcess:
-        return ""
+@contextmanager
+def when_it_trains(act: Callable[[BaseProcess], None]) -> Iterator[None]:
+    """Acts on the training process once."""
+
+    def wait() -> None:
+        while not (found := trainers()):
+            time.sleep(0.01)
+        act(found[0])
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield
+    thread.join()
 
 
 def test_ctrl_c_ends_training():
-    def interrupt(done: int, total: int) -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        train_sentencepiece(TEXTS * 20, 2000, report=interrupt)
+    main = threading.main_thread().ident or 0
+    with (
+        when_it_trains(lambda trainer: signal.pthread_kill(main, signal.SIGINT)),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        train_sentencepiece(TEXTS * 20, 2000)
     assert not trainers()
 
 
 def test_a_killed_training_is_reported():
-    def kill(done: int, total: int) -> None:
-        for child in trainers():
-            child.kill()
-
-    with pytest.raises(DataError, match=r"exit code -9 .*lower tokenizer\.sample_bytes"):
-        train_sentencepiece(TEXTS * 20, 2000, report=kill)
+    problem = r"exit code -9 .*lower tokenizer\.sample_bytes"
+    with when_it_trains(BaseProcess.kill), pytest.raises(DataError, match=problem):
+        train_sentencepiece(TEXTS * 20, 2000)
 
 
 def test_a_record_matches_only_its_settings(tmp_path):

@@ -14,7 +14,7 @@ from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import ConfigError
 from tost_lm.tasks.answers import Scorer, Scores, score_cell
-from tost_lm.tasks.context import CUE_TOKENS, KINDS, NAMES, SHOTS_INTRO, ContextConfig, CountedQueries
+from tost_lm.tasks.context import CUE_TOKENS, KINDS, NAMES, SHOTS_INTRO, ContextConfig, ManyShot
 from tost_lm.tasks.haystacks import NOISE, Text
 from tost_lm.tasks.queries import Queries, Query
 from tost_lm.tasks.registry import make_queries
@@ -24,8 +24,7 @@ DOCUMENTS = [
     for book in range(4)
 ]
 TARGETS = 6
-COPYING, CONTEXT_GAIN, MANY_SHOT_SEEN, MANY_SHOT_UNSEEN, PASSAGES = CONTEXT
-COUNTED = (MANY_SHOT_SEEN, MANY_SHOT_UNSEEN, PASSAGES)
+COPYING, CONTEXT_GAIN, MANY_SHOT_SEEN, MANY_SHOT_UNSEEN = CONTEXT
 
 
 class Facts(NamedTuple):
@@ -59,9 +58,7 @@ def make(name: str, tokenizer: Tokenizer, **changes: Any) -> Queries:
 
 def length_of(task: Queries, count: int = 9) -> int:
     """A length of a task's cell."""
-    if not isinstance(task, CountedQueries):
-        return 200
-    return task.lengths(settings(**{task.counted: [count]}), Facts())[0]
+    return task.lengths(settings(shots=[count]), Facts())[0] if isinstance(task, ManyShot) else 200
 
 
 def examples(task: Queries, samples: int) -> list[tuple[Query, ...]]:
@@ -149,45 +146,10 @@ def kind_of(word: str) -> int:
     return next(i for i, words in enumerate(KINDS) if word in words)
 
 
-def test_one_passage_has_the_answer(tokenizer: Tokenizer):
-    task, places = make(PASSAGES, tokenizer), []
-    for count in (1, 5):
-        for sample in range(8):
-            example, control = task.query(length_of(task, count), None, sample)
-            text, without = (tokenizer.decode(one.prompt.tolist()) for one in (example, control))
-            passages = re.findall("Passage: .*\n", text)
-            assert len(passages) == len(re.findall("Passage: .*\n", without)) == count
-            name = asked_name(text)
-            (place,) = (i for i, passage in enumerate(passages) if f"{name} was" in passage)
-            assert read_passage(text) == example.references[0]
-            assert tokenizer.decode(example.options[example.right]) == f" {example.references[0]}"
-            assert f"Passage: {name} was" not in without
-            assert all(own in without for i, own in enumerate(passages) if i != place)
-            places.append(place)
-    assert len(set(places[8:])) > 2
-
-
-def asked_name(text: str) -> str:
-    asked = re.search(r"Question: .*?(?:was|did) (\w+ \w+)", text)
-    assert asked
-    return asked[1]
-
-
-def read_passage(text: str) -> str:
-    """The answer that the passage about the asked person has; empty if there is none."""
-    clue = {"city": "born in", "subject": "best in", "As what": "work as a"}
-    after = next(after for word, after in clue.items() if word in text.split("Question: ")[1])
-    found = re.search(f"Passage: {asked_name(text)} was.*?{after} (\\w+)", text)
-    return found[1] if found else ""
-
-
 def reader(tokenizer: Tokenizer) -> Scorer:
-    """A scorer that reads labels and passages."""
+    """A scorer that reads labels."""
 
     def answer(example: Query) -> str:
-        text = tokenizer.decode(example.prompt.tolist())
-        if "Question:" in text:
-            return read_passage(text)
         shots, asked = read_shots(tokenizer, example)
         labels = [label for word, label in shots if kind_of(word) == kind_of(asked)]
         return max(set(labels), key=labels.count)
@@ -202,7 +164,7 @@ def reader(tokenizer: Tokenizer) -> Scorer:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", [MANY_SHOT_SEEN, MANY_SHOT_UNSEEN])
 def test_readers_are_right_and_their_controls_are_at_chance(tokenizer: Tokenizer, name: str):
     task, samples = make(name, tokenizer), 150
     scores, rows = score_cell(task, tokenizer, reader(tokenizer), examples(task, samples))
@@ -211,9 +173,7 @@ def test_readers_are_right_and_their_controls_are_at_chance(tokenizer: Tokenizer
     chance_error = (task.chance * (1 - task.chance) / samples) ** 0.5
     assert scores["control_choice_accuracy"] == pytest.approx(task.chance, abs=4 * chance_error)
     assert scores["gain_over_control"] > 0
-    assert isinstance(task, CountedQueries)
-    assert task.facts(length_of(task)) == {task.counted: 9}
-    assert ("found_share" in scores) == (name == PASSAGES)
+    assert task.facts(length_of(task)) == {"shots": 9}
     assert [row["condition"] for row in rows[::samples]] == list(task.conditions)
 
 
@@ -236,13 +196,6 @@ def test_standard_errors_of_means_and_of_paired_gains(tokenizer: Tokenizer):
     assert score_cell(task, tokenizer, uneven, examples(task, 1))[0]["answer_nats_standard_error"] is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"shots": [4, 8]}, "context.shots: 4 is less than the 8 labels; raise it"),
-        ({"passages": [1001]}, "context.passages: 1001 is more than 1000; lower it"),
-    ],
-)
-def test_mistakes(changes: dict[str, Any], problem: str):
-    with pytest.raises(ConfigError, match=re.escape(problem)):
-        settings(**changes)
+def test_shots_are_at_least_the_labels():
+    with pytest.raises(ConfigError, match=re.escape("context.shots: 4 is less than the 8 labels; raise it")):
+        settings(shots=[4, 8])

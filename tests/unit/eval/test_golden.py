@@ -92,6 +92,6 @@ def test_results_are_unchanged(name: str, task: str, make_model, tmp_path: Path)
     path = tmp_path / "file"
     path.write_text(FILES[measured.data_set.name])
     examples = measured.examples(path, Bytes(b""), model.config.context_length)
-    rows = rows_of(Ranks(), model, Bytes(b""), measured, examples, 100)
+    rows = rows_of(Ranks(), model, measured, examples, 100)
     nats = float(np.sum([np.sum(row["nats"]) for row in rows]))
     assert nats == pytest.approx(GOLDEN[task][name], rel=1e-9)

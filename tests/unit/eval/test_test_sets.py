@@ -296,9 +296,9 @@ WRONG = {
     "wikitext2@hf-stride16": [("an empty file", " \n"), ("a WikiText file", " = One = \n It is <unk> . \n")],
     "ptb@megatron": [("a WikiText file", WIKI), ("JSON lines", '{"text": "a b c"}\n'), ("an empty file", "\n\n")],
     "ptb@tost": [("XML", "<mediawiki>\n<Page>")],
-    "lambada_openai@tost": [("a WikiText file", WIKI), ("plain text", "Some words.\nSome more.\n")],
+    "lambada_openai@lm-eval": [("a WikiText file", WIKI), ("plain text", "Some words.\nSome more.\n")],
     "cbt_ne@gpt2": [("plain text", "Some words.\nSome more.\n")],
-    "cbt_cn@tost": [("JSON lines", '{"text": "a b c"}\n')],
+    "cbt_cn@gpt2": [("JSON lines", '{"text": "a b c"}\n')],
     "lambada_standard@lm-eval": [("questions of the Children's Book Test", "1 A b .\n2 C d .\n")],
 }
 

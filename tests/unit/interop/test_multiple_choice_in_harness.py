@@ -99,7 +99,7 @@ def test_scores_are_those_of_the_harness(
     examples = task.examples(tmp_path / "harness/documents.jsonl", tokenizer, window)
     cut = [request.inputs == window for example in examples for request in example.requests]
     assert any(cut) == (window < 256)
-    rows = rows_of(Ranks(), tost_lm.load(folder), tokenizer, task, examples)
+    rows = rows_of(Ranks(), tost_lm.load(folder), task, examples)
     for row, sample in zip(rows, sorted(samples, key=lambda sample: sample["doc_id"]), strict=True):
         log_likelihoods = [answers[0][0] for answers in sample["resps"]]
         np.testing.assert_allclose(row["nats"], -np.array(log_likelihoods), rtol=1e-6)

@@ -49,8 +49,15 @@ RESULTS: dict[str, dict[str, Any]] = {
         "chance": 0.1,
         "cells": [
             {
-                "length": length, "depth": depth, "samples": 8, "choice_accuracy": 0.25, "exact_accuracy": 0.125,
-                "control_choice_accuracy": 0.0, "control_exact_accuracy": 0.0,
+                "length": length, "depth": depth, "samples": 8,
+                **{
+                    f"{key}{ending}": value
+                    for key, value in (
+                        ("choice_accuracy", 0.25), ("exact_accuracy", 0.125), ("control_choice_accuracy", 0.0),
+                        ("control_exact_accuracy", 0.0), ("gain_over_control", 1.5),
+                    )
+                    for ending in ("", "_standard_error")
+                },
             }
             for length in (64, 128) for depth in (0.0, 1.0)
         ],
@@ -116,9 +123,9 @@ def test_the_page_is_self_contained_and_figures_are_also_files(evaluated):
     assert not {"script", "link", "iframe", "a"} & {tag for tag, _ in page.tags}
     assert "url(" not in (evaluated / "report.html").read_text()
     shown = re.findall(r"^!\[[^\]]+\]\((.+)\)$", (evaluated / "report.md").read_text(), re.MULTILINE)
-    assert shown == [f"eval/report/{name}.png" for name in ("needle", "loss", "optimizer")]
+    assert shown == [f"eval/report/{name}.png" for name in ("context", "loss", "optimizer")]
     assert all((evaluated / name).read_bytes().startswith(b"\x89PNG") for name in shown)
-    files = {f"{name}.{ending}" for name in ("loss", "optimizer", "needle") for ending in ("png", "pdf", "csv")}
+    files = {f"{name}.{ending}" for name in ("loss", "optimizer", "context") for ending in ("png", "pdf", "csv")}
     assert {path.name for path in (evaluated / "eval/report").iterdir()} == files
 
 
@@ -129,7 +136,7 @@ def test_names_are_only_text_whatever_they_hold(evaluated, name):
     change_results(evaluated, NEEDLE, identity=identity | {"checkpoint": name, "checkpoint_sha256": ""})
     config = evaluated / "config.toml"
     config.write_text(config.read_text().replace('name = "tiny"', f"name = {json.dumps(name)}"))
-    (evaluated / "eval" / SAMPLE / "results.json").unlink()  # the report names the command with the folder
+    (evaluated / "eval" / SAMPLE / "results.json").unlink()
     evaluated = evaluated.rename(evaluated.with_name(name.replace("/", "")))
     page = Page(write_report(evaluated).read_text())
     images = [attributes for tag, attributes in page.tags if tag == "img"]
@@ -165,7 +172,9 @@ def change_results(folder: Path, protocol: str, **changes: Any) -> None:
 def cell_of_task(length: int, found: float, control: float) -> dict[str, Any]:
     return {
         "length": length, "depth": None, "samples": 4, "found_share": found, "control_found_share": control,
-        "exact_accuracy": 0.125, "control_exact_accuracy": 0.0, "answer_nats": 3.25, "control_answer_nats": 17.5,
+        "exact_accuracy": 0.125, "control_exact_accuracy": 0.0, "gain_over_control": 3.25,
+        "found_share_standard_error": 0.25, "control_found_share_standard_error": 0.0,
+        "exact_accuracy_standard_error": 0.0, "gain_over_control_standard_error": 0.5,
     }  # fmt: skip
 
 
@@ -175,32 +184,29 @@ def add_task(run: Path, name: str, *cells: dict[str, Any]) -> None:
     evaluated.write_results(name, identity, 0.0, {"pattern": "T", "chance": 1e-7, "cells": cells})
 
 
-def test_retrieval_tasks_have_a_heatmap_and_tables_by_length(run_folder):
+def test_tasks_with_cells_have_a_heatmap_and_a_table_by_length(run_folder):
     add_task(run_folder, "vt@own-words", cell_of_task(2048, 0.6, 0.2))
     add_task(
         run_folder, "niah_single_1@own-words", cell_of_task(1024, 0.875, 0.0), cell_of_task(2048, 0.375, 0.125)
     )  # fmt: skip
     write_report(run_folder)
     text = " ".join(Page((run_folder / "report.html").read_text()).text.split())
-    assert "task chance 1,024 tokens 2,048 tokens niah_single_1@own-words < 0.1% 87.5% (0.0%) 37.5% (12.5%) vt@" in text
-    assert "vt@own-words < 0.1% – 60.0% (20.0%)" in text
-    assert "12.5%, 3.25 / 17.50" in text
+    row = "niah_single_1@own-words < 0.1% 1,024 4 found 87.5% ± 25.0% 0.0% 12.5% +3.250 ± 0.500 step_00000100"
+    assert f"{row} niah_single_1@own-words < 0.1% 2,048 4 found 37.5%" in text
+    assert "vt@own-words < 0.1% 2,048 4 found 60.0% ± 25.0% 20.0%" in text
     folder = run_folder / "eval/report"
-    header, *rows = csv.reader((folder / "retrieval.csv").read_text().splitlines())
-    assert header[:4] == ["task", "length (tokens)", "recall (%)", "recall, control (%)"]
-    assert [row[:4] for row in rows] == [
-        ["niah_single_1@own-words", "1024", "87.5", "0.0"], ["niah_single_1@own-words", "2048", "37.5", "12.5"],
-        ["vt@own-words", "2048", "60.0", "20.0"],
+    rows = list(csv.DictReader((folder / "context.csv").read_text().splitlines()))
+    assert [(row["task"], row["length"], row["found_share"], row["control_found_share"]) for row in rows] == [
+        ("niah_single_1@own-words", "1024", "0.875", "0.0"), ("niah_single_1@own-words", "2048", "0.375", "0.125"),
+        ("vt@own-words", "2048", "0.6", "0.2"),
     ]  # fmt: skip
-    assert (folder / "retrieval.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "context.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_missing_results_name_their_command(run_folder):
+def test_a_run_without_results_has_a_report(run_folder):
     (run_folder / "metrics.jsonl").unlink()
     page = text_of(run_folder)
-    for command in (f"eval {run_folder} heldout", f"eval {run_folder} needle", f"generate {run_folder}"):
-        assert f"tost {command}" in page.text
-    assert "tost train configs/pretrain/NAME.toml" in page.text
+    assert "Overview" in page.text
     assert "img" not in [tag for tag, _ in page.tags]
 
 
@@ -236,8 +242,6 @@ def test_a_model_folder_has_a_report_and_a_checkpoint_of_a_run_has_none(run_fold
     export = tmp_path / "export"
     shutil.copytree(run_folder / "checkpoints" / "step_00000100", export)
     write_report(export)
-    report = (export / "report.md").read_text()
-    assert report.startswith("# Model export\n")
-    assert f"`tost eval {export} heldout heldout.shards=FOLDER`" in report
+    assert (export / "report.md").read_text().startswith("# Model export\n")
     with pytest.raises(ConfigError, match="not a run folder but a checkpoint: "):
         write_report(run_folder / "checkpoints" / "step_00000100")

@@ -4,25 +4,23 @@ A record of its settings and corpus decides whether a trained tokenizer can be r
 """
 
 import json
+import multiprocessing
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from heapq import heappop, heappush
-from itertools import chain
 from pathlib import Path
-from threading import Thread
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
+from tost_lm.data.sentencepiece_process import train
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import BadRow, Splitter, count_rows, parse, read_blocks
 from tost_lm.data.sources.blocks import too_many_bad
 from tost_lm.data.tokenizers.interface import escape
 from tost_lm.errors import DataError
 from tost_lm.files import regular_file, sha256_bytes, sha256_file, write_atomically
+from tost_lm.lifetime import without_interrupts
 from tost_lm.version import VERSION
 
 SAMPLE_SEED = 2**63  # differs from the seed of the split's hash for every tokenizer.seed
@@ -96,105 +94,44 @@ class _Smallest:
         return texts
 
 
-EOT_PIECE = "<|endoftext|>"
-OWN_PIECES = 258  # <unk>, the end of text, and the bytes
 TEXT_CHARACTERS = 4000  # documents exceed SentencePiece's limits; single lines would hide newlines from merges
-EXIT_FAILED = 3  # exit code of the training process when its stdout is an error message
-LOGGED = re.compile(rb"Alphabet size=(?P<characters>\d+)|(?:Merged|Added): .*?(?:merges|size)=(?P<merges>\d+)")
-
-Report = Callable[[int, int], None]
-"""Called from another thread with the pieces in the vocabulary so far and the final number."""
 
 
-def train_sentencepiece(texts: Iterable[str], vocab_size: int, report: Report = lambda done, total: None) -> bytes:
+def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     """Train a BPE model of exactly `vocab_size` pieces on `texts` and return its bytes. Deterministic.
 
-    SentencePiece runs in a separate process that ends with this call.
+    SentencePiece runs in a separate process that ends with this call, because nothing else interrupts it.
 
     Raises:
         DataError: the texts do not allow this vocabulary size; the message has the possible size.
     """
-    program = Path(__file__).with_name("training_process.py")
-    options = {"vocab_size": vocab_size, "eot_piece": EOT_PIECE}
-    with subprocess.Popen(
-        [sys.executable, "-P", str(program)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches only this process, which then kills the trainer
-    ) as trainer:
-        assert trainer.stdin is not None
-        assert trainer.stdout is not None
-        assert trainer.stderr is not None
-        log = _Log(trainer.stderr, OWN_PIECES, vocab_size, report)
-        try:
-            _feed(trainer.stdin, options, texts)
-            output = trainer.stdout.read()
-        except BaseException:
-            trainer.kill()
-            _close(trainer.stdin)
-            raise
-        finally:
-            log.join()
-    if log.failure is not None:
-        raise log.failure
-    if trainer.returncode == EXIT_FAILED:
-        raise DataError(_explain(output.decode(errors="replace"), vocab_size))
-    if trainer.returncode:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    trainer = context.Process(target=train, args=([*_short(texts)], vocab_size, sender), name="training", daemon=True)
+    try:
+        with without_interrupts():
+            trainer.start()
+        sender.close()  # so that `recv` ends with the trainer
+        outcome = receiver.recv()
+    except EOFError:
+        trainer.join()
         raise DataError(
-            f"SentencePiece's training failed with exit code {trainer.returncode} (-9: out of memory; lower "
-            f"tokenizer.sample_bytes): {log.last.decode(errors='replace').strip()}"
-        )
-    return output
+            f"SentencePiece's training failed with exit code {trainer.exitcode} (-9: out of memory; lower "
+            "tokenizer.sample_bytes)"
+        ) from None
+    finally:
+        if trainer.pid:
+            trainer.kill()
+            trainer.join()
+    if isinstance(outcome, str):
+        raise DataError(_explain(outcome, vocab_size))
+    return outcome
 
 
-def _feed(pipe: IO[bytes], options: dict[str, object], texts: Iterable[str]) -> None:
-    """Write the options and the texts, and close the pipe."""
-    for data in chain([json.dumps(options).encode() + b"\n"], _framed(texts)):
-        try:
-            pipe.write(data)
-        except BrokenPipeError:
-            break  # the trainer reports the reason on stdout
-    _close(pipe)
-
-
-def _framed(texts: Iterable[str]) -> Iterator[bytes]:
-    """Short texts, each after its length in bytes."""
-    for text in texts:
-        escaped = escape(text)
-        for start in range(0, len(escaped), TEXT_CHARACTERS):
-            data = escaped[start : start + TEXT_CHARACTERS].encode()
-            yield len(data).to_bytes(4, "little") + data
-
-
-def _close(pipe: IO[bytes]) -> None:
-    with suppress(BrokenPipeError):  # the trainer has ended
-        pipe.close()
-
-
-class _Log(Thread):
-    """Reads the trainer's log, so that the trainer never blocks, and reports its progress."""
-
-    def __init__(self, pipe: IO[bytes], pieces: int, vocab_size: int, report: Report) -> None:
-        super().__init__(daemon=True)
-        self._pipe = pipe
-        self._pieces = pieces
-        self._vocab_size = vocab_size
-        self._report = report
-        self.last = b""
-        self.failure: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        for line in self._pipe:
-            self.last = line
-            if (found := LOGGED.search(line)) and self.failure is None:
-                if found["characters"]:
-                    self._pieces += int(found["characters"])
-                try:
-                    self._report(min(self._pieces + int(found["merges"] or 0), self._vocab_size), self._vocab_size)
-                except Exception as error:  # train_sentencepiece raises it
-                    self.failure = error
+def _short(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, escaped and cut."""
+    for text in map(escape, texts):
+        yield from (text[start : start + TEXT_CHARACTERS] for start in range(0, len(text), TEXT_CHARACTERS))
 
 
 def _explain(problem: str, vocab_size: int) -> str:

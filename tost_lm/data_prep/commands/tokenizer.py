@@ -50,9 +50,8 @@ def main(_: Path | None, config: DataPrepConfig) -> None:
         sample = sample_texts(config, progress)
     if fingerprint(config.corpus) != corpus_fingerprint:
         raise corpus_changed(config.corpus)
-    with Progress("training", "pieces") as progress:
-        texts = (text.decode() for text in sample.texts)
-        tokenizer = SentencePieceTokenizer(train_sentencepiece(texts, vocab_size, progress))
+    texts = (text.decode() for text in sample.texts)
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(texts, vocab_size))
     bytes_per_token = check_lossless(tokenizer, sample.texts)
     sample_bytes = sum(map(len, sample.texts))
     write_tokenizer(config, corpus_fingerprint, tokenizer.model_bytes, len(sample.texts), sample_bytes)

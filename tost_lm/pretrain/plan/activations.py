@@ -65,7 +65,7 @@ def block_bytes(config: PretrainConfig) -> list[BlockBytes]:
     """Bytes of each block for a micro-batch."""
     tokens, e, tensor = tokens_in_memory(config), ELEMENT_BYTES[config.train.dtype], config.parallel.tensor
     in_mlp = _mlp_tensors(config)[1] * e * config.model.mlp_width / tensor * tokens  # gradients
-    if config.memory.mlp_tile_tokens is not None:
+    if config.memory.mlp_tile_tokens:
         row_tokens = config.tile_tokens / config.parallel.sequence
         fraction = min(config.memory.mlp_tile_tokens * tensor, row_tokens) / row_tokens
         in_mlp = 3 * e * config.model.width / tensor * tokens + fraction * (
@@ -85,7 +85,7 @@ def _block_bytes_per_token(config: PretrainConfig, mixer: MixerSpec) -> BlockByt
     e, tensor = load.element_bytes, load.tensor
     stream, residual = e * C / tensor, 4 * C / tensor
     of_mixer = (1 + scale) * stream + (_norm_bytes(config) + mixer.stored_bytes(load)) / tensor
-    of_mlp = _mlp_bytes_per_token(config) if config.memory.mlp_tile_tokens is None else residual
+    of_mlp = residual if config.memory.mlp_tile_tokens else _mlp_bytes_per_token(config)
     if config.memory.activation_checkpointing == "none":
         return BlockBytes(of_mixer + of_mlp, 0.0)
     same = stream if e == 4 else 0.0  # in bfloat16 the first norm stores a rounded copy of the block's input

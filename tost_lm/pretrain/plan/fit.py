@@ -79,8 +79,8 @@ def memory_problem(config: PlanConfig) -> str | None:
 def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
     """Overrides that reduce memory and the resulting settings, the cheapest first.
 
-    The order is a smaller micro-batch, a higher ZeRO stage, activation checkpointing, tiles, more sequence ranks, more
-    tensor ranks.
+    The order is a smaller micro-batch, a higher ZeRO stage, MLP tiles of a quarter of a row, activation checkpointing,
+    tiles, more sequence ranks, more tensor ranks.
     """
     train, parallel, ranks, optimizer = config.train, config.parallel, config.cluster.ranks, optimizer_of(config.optim)
     tensors = [n for n in range(parallel.tensor, config.cluster.gpus_per_node + 1) if n % parallel.tensor == 0]
@@ -104,6 +104,9 @@ def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
         if (tensor, sequence) != (parallel.tensor, parallel.sequence):
             continue
         if config.memory.activation_checkpointing == "none" and _batch_is_divisible(config):
+            if not config.memory.mlp_tile_tokens:
+                tile = -(-train.seq_len // (4 * parallel.sequence))
+                yield f"memory.mlp_tile_tokens={tile}", _changed(config, memory={"mlp_tile_tokens": tile})
             other = _changed(config, memory={"activation_checkpointing": "full"})
             yield "memory.activation_checkpointing=full", other
         if not tiled and parallel.zero_stage < 3 and not (train.compile and config.model.kept_tokens is None):

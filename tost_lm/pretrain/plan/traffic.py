@@ -46,7 +46,7 @@ def mlp_forwards(config: PlanConfig) -> float:
     stops before its last MLP tile."""
     again = is_computed_again(config)
     once = 1 + again + fraction_computed_twice(config)
-    return once if config.memory.mlp_tile_tokens is None else once + 1 - again / mlp_tiles(config)
+    return once + 1 - again / mlp_tiles(config) if config.memory.mlp_tile_tokens else once
 
 
 def mlps_without_output(config: PlanConfig) -> int:

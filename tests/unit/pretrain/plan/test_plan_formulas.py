@@ -105,6 +105,10 @@ def test_links_between_nodes_are_shared_by_the_groups_of_a_node():
         (["train.micro_batch_size=60"], "train.micro_batch_size=30"),
         (["cluster.memory_gb=14"], "train.micro_batch_size=2"),
         (["cluster.memory_gb=8.5"], "train.micro_batch_size=1 parallel.sequence=2 parallel.zero_stage=2"),
+        (
+            ["train.micro_batch_size=1", "train.seq_len=8192", "model.max_positions=8192", "cluster.memory_gb=18"],
+            "memory.mlp_tile_tokens=2048",
+        ),
     ],
 )
 def test_what_does_not_fit_comes_with_settings_that_do(overrides: list[str], remedy: str):

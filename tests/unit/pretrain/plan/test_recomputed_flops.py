@@ -31,7 +31,7 @@ def test_recomputed_flops_are_what_torch_counts(
 ):
     memory: dict[str, Any] = {
         "activation_checkpointing": checkpointing,
-        "mlp_tile_tokens": tile_tokens if in_tiles else None,
+        "mlp_tile_tokens": tile_tokens if in_tiles else 0,
     }
     settings = {
         "model": {"layers": 6, "heads": 2, "width": 8, "vocab_size": 24, "layer_scale": layer_scale, **model},
