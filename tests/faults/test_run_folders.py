@@ -62,7 +62,7 @@ def test_a_link_to_a_run_folder_stays(workplace: Path):
     train(workplace, 1, "train.steps=4", "run.stop_at_step=2")
     train(workplace, 1, "train.steps=4")
     assert (workplace / "runs/tiny").is_symlink()
-    assert saved_steps(workplace / "elsewhere") == [2, 4]
+    assert sorted(saved_steps(workplace / "elsewhere")) == [2, 4]
 
 
 def without_locks(stale_s: float, rank: int) -> None:

@@ -1,7 +1,4 @@
-"""The choice of a backend of causal TSSA, and one call of the operator with it.
-
-Shapes as in `phases`: M = B·T tokens of a flat sequence, H heads, D channels a head, n of N documents on this rank.
-"""
+"""The choice of a backend of causal TSSA."""
 
 import os
 from importlib.util import find_spec
@@ -9,12 +6,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa import chunked
-from tost_lm.mixers.tssa.autograd import CausalTssa
-from tost_lm.mixers.tssa.phases import PhasedBackend, Phases
-from tost_lm.mixers.tssa.statistics import TssaState
-from tost_lm.ops.layout import document_layout
+from tost_lm.mixers.tssa.phases import Phases
 
 BACKENDS = ("chunked", "triton")
 
@@ -45,34 +38,3 @@ def obstacle_to_triton(w_BTHD: Tensor) -> str | None:
     if H > 64 or D > 256:
         return f"w has {H} heads of {D} channels, but its kernels support up to 64 of 256"
     return None
-
-
-def run(
-    passes: PhasedBackend,
-    w_BTHD: Tensor,
-    temp_H: Tensor,
-    bias_BHT: Tensor | None,
-    state: TssaState | None,
-    heads: HeadSoftmax | None,
-) -> tuple[Tensor, TssaState | None]:
-    """y [B, T, H, D], and the state after the last token if there is one before it.
-
-    Args:
-        temp_H: in the statistics dtype, as bias_BHT.
-        state: before the tokens; None: empty, and no final state is asked for.
-        heads: None: all heads are on this rank.
-    """
-    w, local = w_BTHD, passes.local
-    B, T, H, D = w.shape
-    layout = document_layout(local.offsets, passes.phases.chunk_tokens(H, D, w.device), w.device)
-    initial = [] if state is None else [x.to(torch.promote_types(x.dtype, temp_H.dtype)) for x in state]
-    y_MHD, *final = CausalTssa.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        passes,
-        layout,
-        heads,
-        w.reshape(B * T, H, D).contiguous(),
-        temp_H,
-        bias_BHT,
-        *initial,
-    )
-    return y_MHD.view(B, T, H, D), TssaState(*final) if final else None

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from tost_lm.mixers.layer import HeadSoftmax
-from tost_lm.mixers.tssa.autograd import SoftmaxOverHeads
-from tost_lm.mixers.tssa.backends import choose, run
+from tost_lm.mixers.tssa.autograd import CausalTssa, SoftmaxOverHeads
+from tost_lm.mixers.tssa.backends import choose
 from tost_lm.mixers.tssa.phases import PhasedBackend
 from tost_lm.mixers.tssa.statistics import TssaState, check_state, token_scores
-from tost_lm.ops.layout import LocalDocuments, SequenceShard
+from tost_lm.ops.layout import LocalDocuments, SequenceShard, document_layout
 from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
 
 
@@ -71,9 +71,12 @@ def causal_tssa(
     with torch.autocast(w.device.type, enabled=False):
         dtype = statistics_dtype(w)
         bias_BHT = None if bias is None else bias.to(dtype).expand(B, H, T)
-        passes = PhasedBackend(choose(backend, w), local, shard)
-        y, final_state = run(passes, w, temp.to(dtype), bias_BHT, state, heads)
-    return y, final_state if output_final_state else None
+        initial = [] if state is None else [x.to(torch.promote_types(x.dtype, dtype)) for x in state]
+        phases, w_MHD = choose(backend, w), w.reshape(B * T, H, D).contiguous()
+        layout = document_layout(local.offsets, phases.chunk_tokens(H, D, w.device), w.device)
+        passes = PhasedBackend(phases, local, shard)
+        y_MHD, *final = CausalTssa.apply(passes, layout, heads, w_MHD, temp.to(dtype), bias_BHT, *initial)  # pyright: ignore[reportGeneralTypeIssues]
+    return y_MHD.view(B, T, H, D), TssaState(*final) if output_final_state else None
 
 
 def tssa_step(
