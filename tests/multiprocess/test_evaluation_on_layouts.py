@@ -10,7 +10,9 @@ from torch import Tensor
 from training_on_layouts import VOCAB, T, build_model
 
 from tost_lm.inference.generation import LanguageModel, Sampling, generate
+from tost_lm.inference.likelihood import score_requests
 from tost_lm.inference.ranks import Ranks
+from tost_lm.inference.requests import disjoint_windows
 from tost_lm.model import LMOutput, LMState, TostLM
 from tost_lm.model.streaming import TokenStream, in_tiles, prefill
 from tost_lm.ops import cross_entropy
@@ -18,7 +20,6 @@ from tost_lm.parallel.apply import ShardedInference, parallelize
 from tost_lm.parallel.mesh import Mesh, build_mesh, start_world
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.tasks.answers import Scores, model_scorer
-from tost_lm.tasks.heldout import score_documents
 from tost_lm.tasks.queries import Query
 from tost_lm.testing import assert_close, run_on_ranks
 
@@ -64,7 +65,8 @@ def read_all(model: TostLM | ShardedInference) -> list[LMOutput]:
 def score(model: LanguageModel, ranks: Ranks | None = None) -> np.ndarray:
     draws = np.random.default_rng(0)
     documents = [draws.integers(2, VOCAB, length) for length in (1, 3, T, 2 * T + 5)]
-    return score_documents(model, documents, [1] * len(documents), EOT, T, batch_tokens=2 * T, ranks=ranks).nats
+    requests = [request for ids in documents for request in disjoint_windows(ids, EOT, T)]
+    return score_requests(model, requests, batch_tokens=2 * T, ranks=ranks).nats
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ def results(folder: Path, protocol: str) -> dict:
 def test_results_add_up_and_files_exist(evaluated: Path):
     home = evaluated / "runs/tiny"
     heldout = results(home, HELDOUT)
-    rows = [json.loads(line) for line in (home / HELDOUT / "documents.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (home / HELDOUT / "rows.jsonl").read_text().splitlines()]
     valid = json.loads((evaluated / "out/shards/manifest.json").read_text())["splits"]["valid"]
     assert len(rows) == valid["documents"] == heldout["model"]["documents"]
     assert sum(row["bytes"] for row in rows) == valid["bytes"] == heldout["model"]["bytes"]
@@ -67,15 +67,15 @@ def test_results_add_up_and_files_exist(evaluated: Path):
 def test_two_ranks_measure_the_same_as_one_process(copy: Path):
     home = copy / "runs/tiny"
     alone = results(home, HELDOUT)
-    rows = (home / HELDOUT / "documents.jsonl").read_text().splitlines()
+    rows = (home / HELDOUT / "rows.jsonl").read_text().splitlines()
     shutil.rmtree(home / HELDOUT)
     output = run("tost eval", "runs/tiny", "heldout", "parallel.tensor=2", cwd=copy, ranks=2)
     assert output.count("wrote runs/tiny/eval/heldout@bpb/results.json") == output.count("scoring") == 1
     together = results(home, HELDOUT)
-    assert f"nats/token, perplexity {together['model']['perplexity_per_token']:,.2f} over " in output
+    assert f"  perplexity_per_token {together['model']['perplexity_per_token']:.5g}\n" in output
     assert together["identity"] == alone["identity"]
     assert together["model"] == pytest.approx(alone["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED)
-    for row, row_alone in zip((home / HELDOUT / "documents.jsonl").read_text().splitlines(), rows, strict=True):
+    for row, row_alone in zip((home / HELDOUT / "rows.jsonl").read_text().splitlines(), rows, strict=True):
         assert json.loads(row) == pytest.approx(json.loads(row_alone), rel=FLOAT32_REORDERED)
     assert "reusing runs/tiny/eval/" in run("tost eval", "runs/tiny", "heldout", cwd=copy)
 

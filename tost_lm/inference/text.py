@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,9 +30,6 @@ from tost_lm.inference.text_file import BLOCK_BYTES, TextFile, ids_of
 from tost_lm.mixers.registry import SPECS, mixer_class
 from tost_lm.model.block import LMState
 from tost_lm.model.streaming import TILE_TOKENS, TokenStream
-
-if TYPE_CHECKING:
-    from tost_lm.model import LMState
 
 SAVE_EVERY_S = 10.0
 LARGEST_SHARE = 0.05
@@ -67,7 +64,7 @@ class SavedPosition:
         self._identity = identity | {"parallel": {"tensor": ranks.tensor_ranks}}
         self._next_save = time.monotonic() + SAVE_EVERY_S
 
-    def read(self, model: "LanguageModel") -> TextPosition:
+    def read(self, model: LanguageModel) -> TextPosition:
         """The saved position, which is reported on stdout. Without a file it is the beginning, as with the file of
         another identity or a damaged one, which are named."""
         position, problem = self._read(next(model.parameters()).device)
@@ -97,10 +94,6 @@ class SavedPosition:
             write_atomically(self.path, xxhash.xxh3_128_digest(data) + data)
         ended = time.monotonic()
         self._next_save = ended + max(SAVE_EVERY_S, (ended - started) / LARGEST_SHARE)
-
-    def remove(self) -> None:
-        """Remove the file, after the result is written; rank 0 calls it."""
-        self.path.unlink(missing_ok=True)
 
     def _read(self, device: torch.device) -> tuple[TextPosition, str | None]:
         """The position, and what is wrong with the file."""
@@ -139,7 +132,7 @@ def score_text(
     ranks: Ranks | None = None,
     saved: SavedPosition | None = None,
     report: OnProgress | None = None,
-) -> "tuple[dict[str, Any], LMState]":
+) -> tuple[dict[str, Any], LMState]:
     """Nats per token, perplexity and bits per byte of a text, each token given all before it; and the final state.
 
     Memory does not grow with the text, unless the model has softmax layers without a window. The model reads an end of

@@ -27,7 +27,7 @@ from tost_lm.markdown import format_chance, table, with_error
 from tost_lm.page import Chart, Page, draw_heatmap, new_panels
 from tost_lm.tasks.haystacks import Text
 from tost_lm.tasks.queries import Examples, GridConfig, Queries
-from tost_lm.tasks.sections import EvaluatedModel
+from tost_lm.tasks.sections import EvaluatedModel, checkpoint_of
 from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
 
 if TYPE_CHECKING:
@@ -318,7 +318,10 @@ def section(run: EvaluatedModel, page: Page) -> str:
     paragraphs = [
         "## Retrieval and use of context",
         page.add_figure("context", cells_chart(found), "Accuracy by task and length, with control"),
-        table(header, [row for name, results in found.items() for row in _rows(name, results)]),
+        table(
+            header,
+            [row for name, results in found.items() for row in _rows(name, results, checkpoint_of(run, results))],
+        ),
         "Scores: found, the fraction of the expected strings in the greedily generated text; choice, whether the right "
         "answer is the likeliest of several; tokens, the fraction of answer tokens that are the most likely ones. "
         "Exact: all of them are. The text of the control lacks the answer. Gain: nats per token by which the text "
@@ -333,7 +336,7 @@ def section(run: EvaluatedModel, page: Page) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _rows(name: str, results: Row) -> list[tuple[str, ...]]:
+def _rows(name: str, results: Row, checkpoint: str) -> list[tuple[str, ...]]:
     """A row for each length of a task."""
     rows = []
     for length, cells in cells_by_length(results["cells"]).items():
@@ -346,7 +349,7 @@ def _rows(name: str, results: Row) -> list[tuple[str, ...]]:
         rows.append((
             name, format_chance(results["chance"]), f"{length:,}", f"{means['samples']:,}",
             f"{ACCURACIES[key]} {score}", f"{means[f'control_{key}']:.1%}", f"{means['exact_accuracy']:.1%}", gain,
-            results["identity"]["checkpoint"],
+            checkpoint,
         ))  # fmt: skip
     return rows
 

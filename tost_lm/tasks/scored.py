@@ -23,7 +23,7 @@ from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.requests import Likelihoods, Request
 from tost_lm.markdown import format_result, table
 from tost_lm.tasks.data_sets import DataSet, SetFile, unpacked
-from tost_lm.tasks.sections import EvaluatedModel
+from tost_lm.tasks.sections import EvaluatedModel, checkpoint_of
 from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
 
 if TYPE_CHECKING:
@@ -49,7 +49,36 @@ class Example:
     """Entries of its row beside the scores."""
 
 
-class ScoredTask(Task, ABC):
+class LikelihoodTask(Task, ABC):
+    """A task whose examples are scored by log-likelihood."""
+
+    @abstractmethod
+    def row(self, example: Example, scores: Likelihoods) -> Row:
+        """The row of an example; `scores` are those of its requests."""
+
+    @abstractmethod
+    def totals(self, rows: Sequence[Row]) -> Row:
+        """The results, each with its denominator and a standard error."""
+
+    def score(self, evaluation: Evaluation, examples: Sequence[Example], window: int) -> Row:
+        """The results of examples that were made for a window; also writes their rows."""
+        tokens = sum(request.inputs for example in examples for request in example.requests)
+        print(f"{self.name}: scoring {len(examples):,} examples, {tokens:,} tokens", flush=True)
+        rows = rows_of(evaluation.ranks, evaluation.model, self, examples, evaluation.config.zero_shot.batch_tokens)
+        if not all(np.isfinite(row.get("nats", 0)).all() for row in rows):
+            raise CheckpointError(
+                f"{evaluation.evaluated.checkpoint}: its scores are not finite (NaN or infinite); use an earlier "
+                "checkpoint"
+            )
+        totals = self.totals(rows)
+        for name, value in totals.items():
+            print(f"  {name} {value:,}" if isinstance(value, int) else f"  {name} {value:.5g}")
+        if evaluation.ranks.rank == 0:
+            write_rows(evaluation.folder(self.name) / "rows.jsonl", rows)
+        return {"model": totals, "headline": self.headline, "window_tokens": window}
+
+
+class ScoredTask(LikelihoodTask):
     """One way to measure a model on one test set.
 
     Attributes:
@@ -72,14 +101,6 @@ class ScoredTask(Task, ABC):
             DataError: the file has a different format; names the file, and the line if there are lines.
         """
 
-    @abstractmethod
-    def row(self, example: Example, scores: Likelihoods) -> Row:
-        """The row of an example; `scores` are those of its requests."""
-
-    @abstractmethod
-    def totals(self, rows: Sequence[Row]) -> Row:
-        """The results, each with its denominator and a standard error."""
-
     def check_window(self, window: int) -> None:
         """Raises DataError if the task cannot use a window of this length."""
 
@@ -95,32 +116,15 @@ class ScoredTask(Task, ABC):
         def check(model: "ModelFacts") -> None:
             self.check_window(window_of(model, settings.window_tokens))
 
-        return Measurement(identity, partial(self._measure, evaluation, file, settings), check)
+        return Measurement(identity, partial(self._measure, evaluation, file), check)
 
-    def _measure(self, evaluation: Evaluation, file: SetFile, settings: WindowConfig) -> Row:
-        ranks, model, tokenizer = evaluation.ranks, evaluation.model, evaluation.tokenizer
-        window = window_of(model.config, settings.window_tokens)
-        examples = self.examples(file.path, tokenizer, window)
+    def _measure(self, evaluation: Evaluation, file: SetFile) -> Row:
+        window = window_of(evaluation.model.config, evaluation.config.zero_shot.window_tokens)
+        examples = self.examples(file.path, evaluation.tokenizer, window)
         print(f"{self.name}: {file.path}, {describe_published(file.is_published)} (SHA-256 {file.sha256})", flush=True)
-        tokens = sum(request.inputs for example in examples for request in example.requests)
-        print(f"{self.name}: scoring {len(examples):,} examples, {tokens:,} tokens", flush=True)
-        rows = rows_of(ranks, model, self, examples, settings.batch_tokens)
-        if not all(np.isfinite(row.get("nats", 0)).all() for row in rows):
-            raise CheckpointError(
-                f"{evaluation.evaluated.checkpoint}: its scores are not finite (NaN or infinite); use an earlier "
-                "checkpoint"
-            )
-        totals = self.totals(rows)
-        for name, value in totals.items():
-            print(f"  {name} {value:,}" if isinstance(value, int) else f"  {name} {value:.5g}")
-        if ranks.rank == 0:
-            write_rows(evaluation.folder(self.name) / "rows.jsonl", rows)
-        return {
-            "model": totals,
-            "headline": self.headline,
+        return self.score(evaluation, examples, window) | {
             "by_token": self.by_token,
-            "tokenizer_is_gpt2s": is_gpt2_tokenizer(tokenizer),
-            "window_tokens": window,
+            "tokenizer_is_gpt2s": is_gpt2_tokenizer(evaluation.tokenizer),
             "file": str(file.path),
             "published_file": file.is_published,
         }
@@ -146,7 +150,7 @@ def window_of(model: "ModelFacts", wanted: int | None) -> int:
 def rows_of(
     ranks: Ranks,
     model: "LanguageModel",
-    task: ScoredTask,
+    task: LikelihoodTask,
     examples: Sequence[Example],
     batch_tokens: int | None = None,
 ) -> list[Row]:
@@ -164,22 +168,22 @@ def rows_of(
 
 
 def section_of_test_sets(run: EvaluatedModel, page: "Page") -> str:
-    """The section of all tasks on test sets; empty without results."""
+    """The section of all tasks on test sets and held-out documents; empty without results."""
     rows = []
     for path in sorted(run.folder.glob("eval/*@*/results.json")):
         results = run.results(name := path.parent.name) or {}
-        if "by_token" not in results:
+        if "headline" not in results:
             continue
         headline, model = results["headline"], results["model"]
         score = format_result(headline, model) + (f" (chance {model['chance']:.2%})" if "chance" in model else "")
         test_set = describe_published(results["published_file"]) if "published_file" in results else "–"
-        checkpoint = results["identity"]["checkpoint"]
-        rows.append((name, headline.replace("_", " "), score, f"{model['examples']:,}", test_set, checkpoint))
+        examples = model["examples"] if "examples" in model else model["documents"]
+        rows.append((name, headline.replace("_", " "), score, f"{examples:,}", test_set, checkpoint_of(run, results)))
     if not rows:
         return ""
     scores = table(("task", "metric", "score", "examples", "test set", "checkpoint"), rows)
     return (
-        f"## Zero-shot test sets\n\n{scores}\n\n± is the standard error over examples. "
+        f"## Test sets and held-out text\n\n{scores}\n\n± is the standard error over examples. "
         "`eval/TASK/results.json` has the other metrics with their denominators, and `rows.jsonl` each example."
     )
 

@@ -26,13 +26,16 @@ class EvaluatedModel:
         return read_result_file(results_path(self.folder, task))
 
 
-def checkpoint_line(run: EvaluatedModel, results: dict[str, Any]) -> str:
-    """The evaluated checkpoint, and whether it is the newest one."""
+def checkpoint_of(run: EvaluatedModel, results: dict[str, Any]) -> str:
+    """The evaluated checkpoint, with a note if it is not the newest one."""
     identity = results["identity"]
-    line = f"Checkpoint {code(identity['checkpoint'])}, evaluated in {results['seconds']:,.0f} s."
-    if identity["checkpoint_sha256"] != sha256_file(run.evaluated.checkpoint / "manifest.json"):
-        line += " **This is not the newest checkpoint.** To evaluate that, run the same command again."
-    return line
+    is_newest = identity["checkpoint_sha256"] == sha256_file(run.evaluated.checkpoint / "manifest.json")
+    return identity["checkpoint"] + ("" if is_newest else " (not the newest checkpoint)")
+
+
+def checkpoint_line(run: EvaluatedModel, results: dict[str, Any]) -> str:
+    """The evaluated checkpoint, and the time that the evaluation took."""
+    return f"Checkpoint {code(checkpoint_of(run, results))}, evaluated in {results['seconds']:,.0f} s."
 
 
 def state_growth(results: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ totals, its lines in tables, its section of the report. A changed task gets a ne
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,9 +60,8 @@ class Measurement(NamedTuple):
 
     identity: Row
     """Everything that the results depend on."""
-    measure: Callable[[], Row | Callable[[], Row]]
-    """Returns the results. All ranks call it together, and what rank 0 returns is stored. It may return a function that
-    rank 0 calls after the ranks have parted, for work of one process."""
+    measure: Callable[[], Row]
+    """Returns the results. All ranks call it together, and what rank 0 returns is stored."""
     check: "Callable[[ModelFacts], object]" = lambda model: None
     """Raises TostError if the model cannot read what the task would give it."""
 
@@ -170,14 +169,14 @@ class Family:
         return {"task_sha256": self.sha256} if self.sha256 else {}
 
 
-def evaluate(evaluation: Evaluation, tasks: Sequence[tuple[Family, Task]]) -> Callable[[], dict[str, TostError]]:
+def evaluate(evaluation: Evaluation, tasks: Sequence[tuple[Family, Task]]) -> dict[str, TostError]:
     """Measure the tasks that have no results for this checkpoint, and write their results.
 
     All ranks call it. Every task is checked before the first one is measured. On one rank, a task that fails does not
     stop the others.
 
     Returns:
-        A function for rank 0, after the ranks have parted: it completes the results and returns failures by task.
+        The failures by task.
 
     Raises:
         TostError: tasks cannot be measured, a line for each problem; on several ranks, also the first failure.
@@ -186,7 +185,6 @@ def evaluate(evaluation: Evaluation, tasks: Sequence[tuple[Family, Task]]) -> Ca
     opened = _all_or_problems([lambda f=family, t=task: (t, _open(evaluation, f, t)) for family, task in tasks])
     wanted = [(task, own) for task, own in opened if not ranks.reusable(evaluated, task.name, own.identity)]
     failures: dict[str, TostError] = {}
-    unfinished: list[Callable[[], None]] = []
     if wanted:
         ranks.beat()
         facts = evaluation.model.config
@@ -201,31 +199,17 @@ def evaluate(evaluation: Evaluation, tasks: Sequence[tuple[Family, Task]]) -> Ca
                 raise
             failures[task.name] = error
             continue
-        write = partial(_write, evaluation, task, own.identity, started, results)
-        if callable(results):
-            unfinished.append(write)
-        elif ranks.rank == 0:
-            write()
+        if ranks.rank == 0:
+            evaluated.write_results(task.name, own.identity, started, results)
+            task.stored(evaluation)
     for note in evaluation.notes:
         print(note)
-
-    def finish() -> dict[str, TostError]:
-        for write in unfinished:
-            write()
-        return failures
-
-    return finish
+    return failures
 
 
 def _open(evaluation: Evaluation, family: Family, task: Task) -> Measurement:
     own = task.open(evaluation, family)
     return own._replace(identity=own.identity | family.identity)
-
-
-def _write(evaluation: Evaluation, task: Task, identity: Row, started: float, results: Row | Callable[[], Row]) -> None:
-    whole = results() if callable(results) else results
-    evaluation.evaluated.write_results(task.name, identity, started, whole)
-    task.stored(evaluation)
 
 
 def _all_or_problems(calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.data_prep.build import build_shards
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
-from tost_lm.inference.requests import bootstrap_error
-from tost_lm.tasks.heldout import DocumentScores, score_documents
+from tost_lm.inference.ranks import Ranks
+from tost_lm.inference.requests import bootstrap_error, disjoint_windows
+from tost_lm.tasks.heldout import Heldout
+from tost_lm.tasks.scored import Example, rows_of
 
 EOT = 1
 POSITIONS = 16
@@ -30,8 +33,11 @@ def documents() -> list[np.ndarray]:
     return [draws.integers(2, 40, length).astype(np.uint16) for length in LENGTHS]
 
 
-def sizes(documents: list[np.ndarray]) -> list[int]:
-    return [3 * len(document) for document in documents]
+def nats(model: Any, documents: list[np.ndarray], batch_tokens: int) -> list[float]:
+    examples = [Example(tuple(disjoint_windows(ids, EOT, POSITIONS)), {"bytes": 3 * len(ids)}) for ids in documents]
+    rows = rows_of(Ranks(), model, Heldout(), examples, batch_tokens)
+    assert [(row["tokens"], row["bytes"]) for row in rows] == [(length, 3 * length) for length in LENGTHS]
+    return [row["nats"] for row in rows]
 
 
 @torch.inference_mode()
@@ -48,21 +54,18 @@ def brute_force(model, document: np.ndarray) -> float:
 @pytest.mark.parametrize("pattern", ["T", "A"])
 def test_scores_equal_a_pass_for_every_token(make_model, documents, pattern):
     model = make_model(pattern).double()
-    scores = score_documents(model, documents, sizes(documents), EOT, POSITIONS, batch_tokens=40)
-    np.testing.assert_allclose(scores.nats, [brute_force(model, document) for document in documents], rtol=1e-9)
+    expected = [brute_force(model, document) for document in documents]
+    np.testing.assert_allclose(nats(model, documents, 40), expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 32, 1000])
 def test_scores_do_not_depend_on_the_batch(make_model, documents, batch_tokens):
     model = make_model().double()
-    expected = score_documents(model, documents, sizes(documents), EOT, POSITIONS, batch_tokens=50).nats
-    scores = score_documents(model, documents, sizes(documents), EOT, POSITIONS, batch_tokens)
-    np.testing.assert_allclose(scores.nats, expected, rtol=1e-12)
+    np.testing.assert_allclose(nats(model, documents, batch_tokens), nats(model, documents, 50), rtol=1e-12)
 
 
 def test_totals_have_their_denominators():
-    scores = DocumentScores(np.array([2.0, 4.0]), np.array([2, 1]), np.array([5, 7]))
-    totals = scores.totals()
+    totals = Heldout().totals([{"tokens": 2, "bytes": 5, "nats": 2.0}, {"tokens": 1, "bytes": 7, "nats": 4.0}])
     assert totals["nats_per_token"] == pytest.approx(2)
     assert totals["perplexity_per_token"] == pytest.approx(math.e**2)
     assert totals["bits_per_byte"] == pytest.approx(6 / math.log(2) / 12)

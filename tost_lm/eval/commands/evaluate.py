@@ -10,11 +10,11 @@ RUN is a run, a step folder, an export or a folder of a Hugging Face model, also
 of a task, of a family (all its tasks) or of a group, as `tost tasks` lists them, or one suite: a TOML file (or recipe)
 with `tasks` and settings. All settings, test sets and texts are checked before anything is measured.
 
-Writes eval/TASK/results.json: the totals with standard errors, control and chance; tasks on test sets also rows.jsonl
-(a line per example). Valid results for the same checkpoint, text and settings are reused, and the same command resumes:
-each cell of retrieval and context is a file, and the position in a text is saved. `tost report` shows all results of a
-run, and `tost compare` those on test sets beside published ones. On more than tensor × sequence ranks, copies of the
-model share the work.
+Writes eval/TASK/results.json: the totals with standard errors, control and chance; tasks on test sets and held-out
+documents also rows.jsonl (a line per example). Valid results for the same checkpoint, text and settings are reused,
+and the same command resumes: each cell of retrieval and context is a file, and the position in a text is saved. `tost
+report` shows all results of a run, and `tost compare` those on test sets beside published ones. On more than tensor ×
+sequence ranks, copies of the model share the work.
 """
 
 from collections.abc import Sequence
@@ -40,10 +40,8 @@ def main(path: Path, config: Any) -> None:
     start_ranks("eval", size)
     with joined_ranks(layout(config.parallel, tasks, size), copies=True) as ranks:
         evaluation = Evaluation(find_evaluated(path), ranks, config)
-        finish = evaluate(evaluation, tasks)
-    if ranks.rank > 0:
-        return
-    if failed := finish():
+        failed = evaluate(evaluation, tasks)
+    if failed:
         raise TostError("\n".join(f"{name}: {error}" for name, error in failed.items()))
 
 
