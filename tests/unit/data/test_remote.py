@@ -284,7 +284,7 @@ def test_corpora_at_urls_are_those_of_local_files(tmp_path: Path, memory: Any):
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     (folder / "a.jsonl").write_bytes(lines)
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines))
-    (folder / "c.json").write_text(json.dumps([{"text": text} for text in texts]))
+    (folder / "c.json").write_bytes(lines)
     (folder / "deep/d.txt").write_text(texts[-1])
     table = pyarrow.table({"text": texts})
     parquet.write_table(table, folder / "e.parquet", row_group_size=7)

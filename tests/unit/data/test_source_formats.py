@@ -38,10 +38,6 @@ def json_lines(texts: list[str]) -> bytes:
     return "".join(json.dumps({"id": 1, "text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
 
 
-def json_array(texts: list[str]) -> bytes:
-    return json.dumps([{"text": text, "n": [1.5, {}]} for text in texts], indent=1).encode()
-
-
 def zstandard(data: bytes) -> bytes:
     return pyarrow.compress(data, "zstd", asbytes=True)
 
@@ -77,9 +73,6 @@ FORMATS: dict[str, Callable[[list[str]], bytes]] = {
     "rows.jsonl.zst": lambda texts: zstandard(json_lines(texts)),
     "frames.jsonl.zst": lambda texts: b"".join(zstandard(json_lines([text])) for text in texts),
     "lines.json": json_lines,
-    "array.json": json_array,
-    "array.json.gz": lambda texts: gzip.compress(b"\n \n" + json_array(texts)),
-    "array.json.zst": lambda texts: zstandard(json_array(texts)),
     "rows.parquet": lambda texts: as_parquet(table(texts)),
     "large.parquet": lambda texts: as_parquet(table(texts, pyarrow.large_string())),
     "dictionary.parquet": lambda texts: as_parquet(table(texts, DICTIONARY)),
@@ -145,10 +138,10 @@ def test_lines_are_rows_for_any_block_size(tmp_path, rows, newline, ended, block
     assert count_rows(config) == len(expected)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "array.json"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
 @pytest.mark.parametrize("pack", [lambda data: (data, ""), lambda data: (gzip.compress(data), ".gz")])
 def test_a_byte_order_mark_is_skipped(tmp_path, name, pack):
-    body = {"a.txt": b"one\ntwo", "array.json": json_array(["one", "two"])}.get(name, json_lines(["one", "two"]))
+    body = b"one\ntwo" if name == "a.txt" else json_lines(["one", "two"])
     data, ending = pack(b"\xef\xbb\xbf" + body)
     file = tmp_path / (name + ending)
     file.write_bytes(data)
@@ -290,39 +283,6 @@ def test_invalid_utf8_in_a_table_is_a_bad_row(tmp_path, binary, kind):
         BadRow(2, f"{file}, row 2", "field 'text' is null"),
         Document(3, "last"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b'[{"text": "a"},, {"text": "b"}]', "Expecting value: line 1 column 16"),
-        (b'[{"text": "a"} {"text": "b"}]', "Expecting ',' delimiter"),
-        (b'[{"text": "a"}, {"text": "b\x1f"}]', "Invalid control character"),
-        (b'[{"text": "a"}] [1]', "Extra data"),
-        (b'[{"text": "\xff"}]', "'utf-8' codec can't decode byte 0xff"),
-        (b"[" * 100_000, "maximum recursion depth exceeded"),
-    ],
-)
-def test_an_array_with_invalid_json_is_refused(tmp_path, content, problem):
-    file = tmp_path / "a.json"
-    file.write_bytes(content)
-    assert f"{file}: cannot be read: {problem}" in refusal(corpus(file))
-
-
-def test_a_bad_item_of_an_array_is_one_bad_row(tmp_path):
-    file = tmp_path / "a.json"
-    file.write_text('[{"text": "a\\ud800"}, {"text": "b", "n": NaN}, 1e999, {}]')
-    rows = read(corpus(file))
-    assert [row.where for row in rows if isinstance(row, BadRow)] == [f"{file}, item {number}" for number in (0, 2, 3)]
-    assert rows[1] == Document(1, "b")
-
-
-def test_a_long_array_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "ARRAY_LIMIT", 1000)
-    (tmp_path / "a.json").write_text('["a"]'.ljust(1000))
-    assert len(read(corpus(tmp_path))) == 1
-    (tmp_path / "a.json").write_text('["a"]'.ljust(1001))
-    assert "a.json: an array of more than 0 MiB; convert it to JSON lines" in refusal(corpus(tmp_path))
 
 
 def peak_bytes(config: CorpusConfig) -> int:

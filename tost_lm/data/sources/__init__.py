@@ -30,7 +30,6 @@ from tost_lm.data.sources.blocks import (
     Position,
     Source,
     SourceBlock,
-    blocks_of_rows,
     parse,
     printable,
 )
@@ -86,15 +85,13 @@ def read_blocks(
         block = next(blocks, None)
         while block is not None:
             following = next(blocks, None)
-            first_row, first_line = row, line + (source.unit == "line")
+            first_row, first_line = row, line + (source.kind != "arrow")
             row, line = row + block.rows, line + block.lines
             end, consumed = Position(file, block.offset, row, line), block.consumed
             if following is None:
                 end, consumed = Position(file + 1, 0, row, 0), source.size or 0
             fraction = min(1.0, (before + consumed) / max(1, total)) if known else None
-            yield Block(
-                source.kind, block.payload, source.where, first_row, block.rows, first_line, end, fraction, source.unit
-            )
+            yield Block(source.kind, block.payload, source.where, first_row, block.rows, first_line, end, fraction)
             block = following
         offset, line, before = 0, 0, before + (source.size or 0)
     if not row and count == 1:
@@ -143,21 +140,27 @@ def fingerprint(corpus: CorpusConfig) -> str:
 def _sources(corpus: CorpusConfig) -> list[Source]:
     if corpus.source == "embedded":
         rows = [json.dumps({corpus.text_field: text}).encode() for text in embedded_texts()]
-
-        def embedded_blocks(offset: int, block_bytes: int) -> Iterator[SourceBlock]:
-            return blocks_of_rows(rows, offset, block_bytes, lambda row: row)
-
-        return [Source("lines", "row", embedded_blocks, "embedded", len(rows), len(rows))]
+        return [Source("lines", partial(_blocks_of_rows, rows), "embedded", len(rows), len(rows))]
     if corpus.source.startswith("hub:"):
         rows = hub_rows(corpus)
-        return [Source("arrow", "row", partial(hub_blocks, corpus), corpus.source, rows, rows)]
+        return [Source("arrow", partial(hub_blocks, corpus), corpus.source, rows, rows)]
     return [_file_source(file, corpus) for file in corpus_files(corpus.source)]
 
 
 def _file_source(file: CorpusFile, corpus: CorpusConfig) -> Source:
-    where, form = printable(str(file.path)), format_of(file.path)
+    form = format_of(file.path)
     assert form is not None  # corpus_files refuses others
-    return _guarded(where, lambda: form.open(file.path, file.size, corpus))._replace(where=where, size=file.size)
+    blocks = partial(form.blocks, file.path, file.size, corpus)
+    return Source(form.kind, blocks, printable(str(file.path)), file.size)
+
+
+def _blocks_of_rows(rows: list[bytes], first: int, block_bytes: int) -> Iterator[SourceBlock]:
+    """Blocks of JSON lines from single rows, from row `first`."""
+    while first < len(rows):
+        sizes = accumulate(len(row) + 1 for row in rows[first:])
+        count = next((n for n, size in enumerate(sizes, start=1) if size >= block_bytes), len(rows) - first)
+        lines, first = rows[first : first + count], first + count
+        yield SourceBlock(b"\n".join(lines), count, count, first, first)
 
 
 def _read(source: Source, offset: int, block_bytes: int) -> Iterator[SourceBlock]:

@@ -50,11 +50,11 @@ class Position(NamedTuple):
     file: int
     """Index of the file in the order of the corpus."""
     offset: int
-    """Decompressed bytes, table rows or JSON array items of the file before the block."""
+    """Decompressed bytes or table rows of the file before the block."""
     row: int
     """Rows of the corpus before the block."""
     line: int
-    """Lines, rows or items of the file before the block."""
+    """Lines or rows of the file before the block."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,16 @@ class Block:
     rows: int
     """Number of rows; blank lines do not count."""
     first_line: int
-    """Number of the first line, row or item in `where`, for messages."""
+    """Number of the first line or row in `where`, for messages."""
     end: Position
     """Where the next block begins."""
     fraction_read: float | None
     """Fraction of the corpus read after this block, 0 to 1; None: the size of the corpus is unknown."""
-    unit: Literal["line", "row", "item"] = "line"
-    """The unit of `first_line`: lines from 1, rows and items from 0."""
+
+    @property
+    def unit(self) -> Literal["line", "row"]:
+        """The unit of `first_line`: lines from 1, rows of a table from 0."""
+        return "row" if self.kind == "arrow" else "line"
 
 
 class SourceBlock(NamedTuple):
@@ -86,7 +89,7 @@ class SourceBlock(NamedTuple):
     payload: bytes
     rows: int
     lines: int
-    """Number of lines, rows or items of the source."""
+    """Number of lines or rows of the source."""
     offset: int
     """Where the next block begins, as `Position.offset`."""
     consumed: int
@@ -97,12 +100,11 @@ class Source(NamedTuple):
     """One file of a corpus, the embedded corpus or a hub dataset."""
 
     kind: Literal["lines", "arrow", "text"]
-    unit: Literal["line", "row", "item"]
     blocks: Callable[[int, int], Iterator[SourceBlock]]
     """From an offset and a block size in bytes to the blocks."""
-    where: str = ""
-    """The name in messages; of a file, it is set by `_sources`."""
-    size: int | None = None
+    where: str
+    """The name in messages."""
+    size: int | None
     """In the unit of `SourceBlock.consumed`; None: unknown."""
     rows: int | None = None
     """Number of rows; None: unknown before all blocks are read."""
@@ -113,30 +115,11 @@ class CorpusFormat(NamedTuple):
 
     endings: tuple[str, ...]
     """In lower case."""
-    open: Callable[[Path, int, CorpusConfig], Source]
-    """From a file and its size in bytes. It may read the file, and raise what reading raises."""
+    kind: Literal["lines", "arrow", "text"]
+    blocks: Callable[[Path, int, CorpusConfig, int, int], Iterator[SourceBlock]]
+    """From a file, its size in bytes, the settings, an offset and a block size in bytes to the blocks."""
     may_be_compressed: bool = False
     """Whether `text.COMPRESSIONS` may follow the ending."""
-
-
-def blocks_of_rows(
-    rows: Iterable[bytes], skip: int, block_bytes: int, consumed: Callable[[int], int]
-) -> Iterator[SourceBlock]:
-    """Blocks of JSON lines from single rows, without the first `skip` rows.
-
-    `consumed` maps a number of rows to the amount read.
-    """
-    lines, size, number = [], 0, 0
-    for number, row in enumerate(rows, start=1):
-        if number <= skip:
-            continue
-        lines.append(row)
-        size += len(row) + 1
-        if size >= block_bytes:
-            yield SourceBlock(b"\n".join(lines), len(lines), len(lines), number, consumed(number))
-            lines, size = [], 0
-    if lines:
-        yield SourceBlock(b"\n".join(lines), len(lines), len(lines), number, consumed(number))
 
 
 class Document(NamedTuple):

@@ -3,26 +3,25 @@
 import glob
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from tost_lm.data.shard_format import FORMAT, MANIFEST
+from tost_lm.data.shard_format import MANIFEST
 from tost_lm.data.sources.blocks import CorpusFormat, listed
 from tost_lm.data.sources.tables import ARROW, PARQUET
-from tost_lm.data.sources.text import COMPRESSIONS, JSON, JSON_LINES, TEXT
+from tost_lm.data.sources.text import COMPRESSIONS, JSON_LINES, TEXT
 from tost_lm.errors import DataError
 from tost_lm.files import regular_file
 from tost_lm.remote import RemotePath, as_path, glob_files, list_files
 
-FORMATS = (TEXT, JSON_LINES, JSON, PARQUET, ARROW)
+FORMATS = (TEXT, JSON_LINES, PARQUET, ARROW)
 _COMPRESSED, _OTHERS = (
     [ending for one in FORMATS if one.may_be_compressed == choice for ending in one.endings] for choice in (True, False)
 )
 SUPPORTED = f"{', '.join(_COMPRESSED)} (also with {' or '.join(COMPRESSIONS)}), {' or '.join(_OTHERS)}"
-SHARDS_OF_ANY_VERSION = f'"format": "{FORMAT.rpartition(".")[0]}.'.encode()
-MANIFEST_HEAD_BYTES = 200
 
 
 class CorpusFile(NamedTuple):
@@ -84,26 +83,25 @@ def corpus_files(source: str) -> list[CorpusFile]:
 def _files_at_url(url: RemotePath, source: str) -> list[CorpusFile]:
     """As `corpus_files`, at a URL."""
     files = glob_files(url) if _is_glob(source) else list_files(url, deep=True)
+    siblings: dict[Path, set[str]] = {}
+    for path in map(Path, files):
+        siblings.setdefault(path.parent, set()).add(path.name)
+
+    def is_read(path: Path) -> bool:
+        is_hidden = any(part.startswith(".") for part in path.parts)
+        return not is_hidden and not _is_own(path.name, siblings[path.parent]) and format_of(path) is not None
+
     is_named = _is_glob(source) or [*files] == [url.name]
     found = [
         CorpusFile(name, file.url, file.size, file.version)
         for name, file in files.items()
-        if is_named or (_is_visible(Path(name), files) and format_of(Path(name)))
+        if is_named or is_read(Path(name))
     ]
     if not found:
         raise DataError(f"corpus.source {source}: no file that ends in {SUPPORTED} there; correct the URL")
     if other := next((file.path for file in found if format_of(file.path) is None), None):
         raise DataError(f"corpus.source {source}: {other} has no supported format; convert it to {SUPPORTED}")
     return found
-
-
-def _is_visible(path: Path, files: Collection[str]) -> bool:
-    """Whether a file of a folder at a URL is none that a corpus ignores by design."""
-    is_of_shards = {f"{path.parent / name}" for name in (MANIFEST, "train_00000.idx")} <= {*files}
-    is_record = path.suffix == ".json" and path.stem.endswith(".model") and str(path.with_suffix("")) in files
-    siblings = [Path(name).name for name in files if Path(name).parent == path.parent]
-    is_hidden = any(part.startswith(".") for part in path.parts)
-    return not (is_hidden or is_of_shards or is_record or _is_datasets_metadata(path, siblings))
 
 
 def _described(name: str, path: Path) -> CorpusFile:
@@ -156,41 +154,32 @@ def _visible(root: Path) -> Iterator[tuple[str, Path]]:
             target = linked.resolve()
             if any(above.resolve().is_relative_to(target) for above in (here, *here.parents)):
                 raise DataError(f"{linked}: links to a folder that contains it; remove the link")
-        if _is_shard_folder(here):
-            continue
-        for path in (here / name for name in names if not name.startswith(".")):
-            if not _is_datasets_metadata(path, names) and not _is_tokenizer(path):
-                yield path.relative_to(root).as_posix(), path
+        siblings = {*names}
+        for path in (here / name for name in names if not name.startswith(".") and not _is_own(name, siblings)):
+            yield path.relative_to(root).as_posix(), path
 
 
-def _is_datasets_metadata(path: Path, siblings: list[str]) -> bool:
-    """Whether the datasets library wrote this file beside its saved rows, and it holds no rows itself."""
-    if path.name == "dataset_dict.json":
-        return True
-    saved = "state.json" in siblings and any(name.endswith(".arrow") for name in siblings)
-    return saved and (path.name in ("state.json", "dataset_info.json") or path.match("cache-*.arrow"))
-
-
-def _is_shard_folder(folder: Path) -> bool:
-    """Whether build_shards wrote this folder."""
-    manifest = folder / MANIFEST
-    if not manifest.is_file():
-        return False
-    with regular_file(manifest).open("rb") as file:
-        return SHARDS_OF_ANY_VERSION in file.read(MANIFEST_HEAD_BYTES)
-
-
-def _is_tokenizer(path: Path) -> bool:
-    """Whether a file is a model that train_tokenizer wrote, X.model, or the record beside it, X.model.json."""
-    model = path.with_suffix("") if path.suffix == ".json" else path
-    return model.suffix == ".model" and model.is_file() and model.with_name(f"{model.name}.json").is_file()
+def _is_own(name: str, siblings: set[str]) -> bool:
+    """Whether data preparation or the datasets library wrote a file, and it holds no rows, by the names in its folder:
+    a shard folder, a tokenizer X.model with its record X.model.json, and what lies beside saved rows."""
+    model = name.removesuffix(".json")
+    return (
+        (MANIFEST in siblings and any(other.endswith(".idx") for other in siblings))
+        or (model.endswith(".model") and {model, f"{model}.json"} <= siblings)
+        or name == "dataset_dict.json"
+        or (
+            "state.json" in siblings
+            and (name in ("state.json", "dataset_info.json") or fnmatch(name, "cache-*.arrow"))
+            and any(other.endswith(".arrow") for other in siblings)
+        )
+    )
 
 
 def _matching(source: str) -> Iterator[tuple[str, Path]]:
     """Files that a glob matches, unsorted; names are relative to the path before its first wildcard."""
     matched = [Path(match) for match in glob.glob(source, recursive=True)]
-    of_shards = cache(_is_shard_folder)
-    files = [path for path in matched if not path.is_dir() and not of_shards(path.parent) and not _is_tokenizer(path)]
+    siblings = cache(lambda folder: {*os.listdir(folder)})
+    files = [path for path in matched if not path.is_dir() and not _is_own(path.name, siblings(path.parent))]
     if not files:
         only_folders = any(map(Path.is_dir, matched))
         fix = f", only folders; set it to {source}/**" if only_folders else "; correct the pattern"

@@ -5,14 +5,13 @@ The text column is cut into blocks by its bytes.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tost_lm.data.settings import CorpusConfig
-from tost_lm.data.sources.blocks import ROW_LIMIT, CorpusFormat, Source, SourceBlock, listed, too_long
+from tost_lm.data.sources.blocks import ROW_LIMIT, CorpusFormat, SourceBlock, listed, too_long
 from tost_lm.errors import DataError
 from tost_lm.remote import RemotePath, RemoteReader
 
@@ -24,10 +23,11 @@ ROW_OVERHEAD = 16
 """Bytes added to the size of each row's text, so that a block of empty rows ends too."""
 
 
-def parquet_blocks(path: Path, size: int, text_field: str, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
+def parquet_blocks(path: Path, size: int, corpus: CorpusConfig, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
     """Blocks of a Parquet file from row `offset`; earlier row groups are not read."""
     from pyarrow import parquet
 
+    text_field = corpus.text_field
     with parquet.ParquetFile(_source(path), pre_buffer=False, buffer_size=1 << 20) as file:
         total = file.metadata.num_rows
         check_column(str(path), file.schema_arrow, text_field)
@@ -64,22 +64,18 @@ def _source(path: Path) -> Any:
     return pyarrow.PythonFile(RemoteReader(path), "r") if isinstance(path, RemotePath) else path
 
 
-def arrow_blocks(path: Path, size: int, text_field: str, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
+def arrow_blocks(path: Path, size: int, corpus: CorpusConfig, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
     """Blocks of an Arrow file or stream from row `offset`."""
     with _arrow_batches(path) as (_, batches):  # texts are read only if they are compressed
         total = sum(batch.num_rows for batch in batches)
     with _arrow_batches(path) as (schema, batches):
-        check_column(str(path), schema, text_field)
-        columns = _from_row(offset, (batch.column(text_field) for batch in batches))
+        check_column(str(path), schema, corpus.text_field)
+        columns = _from_row(offset, (batch.column(corpus.text_field) for batch in batches))
         yield from column_blocks(str(path), columns, offset, block_bytes, lambda row: size * row // total)
 
 
-def _open(blocks: Callable, path: Path, size: int, corpus: CorpusConfig) -> Source:
-    return Source("arrow", "row", partial(blocks, path, size, corpus.text_field))
-
-
-PARQUET = CorpusFormat((".parquet",), partial(_open, parquet_blocks))
-ARROW = CorpusFormat((".arrow",), partial(_open, arrow_blocks))
+PARQUET = CorpusFormat((".parquet",), "arrow", parquet_blocks)
+ARROW = CorpusFormat((".arrow",), "arrow", arrow_blocks)
 
 
 def check_column(where: str, schema: Any, text_field: str) -> None:

@@ -1,29 +1,19 @@
-"""Plain text and JSON, also compressed.
-
-Files of JSON lines and plain text are cut into blocks at line ends without parsing. The items of a JSON array become
-JSON lines.
-"""
+"""Plain text and JSON lines, also compressed. They are cut into blocks at line ends without parsing."""
 
 import codecs
 import io
-import json
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from tost_lm.data.settings import CorpusConfig
-from tost_lm.data.sources.blocks import ROW_LIMIT, CorpusFormat, Source, SourceBlock, blocks_of_rows, too_long
+from tost_lm.data.sources.blocks import ROW_LIMIT, CorpusFormat, SourceBlock, too_long
 from tost_lm.errors import DataError
 from tost_lm.remote import open_file
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 """Endings of compressed text and JSON, and pyarrow's name of the codec."""
-ARRAY_LIMIT = 1 << 28
-"""Bytes of the longest array. Its items take several times as many."""
-FIRST_BYTES = 1 << 16
 
 
 class ByteStream:
@@ -69,7 +59,7 @@ class ByteStream:
         return self._disk.tell() if self._codec else self._bytes.tell()
 
 
-def line_blocks(path: Path, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
+def line_blocks(path: Path, size: int, corpus: CorpusConfig, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
     """Blocks of whole lines, at most `block_bytes` long unless one line is longer."""
     with ByteStream(path) as stream:
         stream.skip(offset)
@@ -95,9 +85,11 @@ def count_lines(payload: bytes) -> int:
     return sum(map(bool, map(bytes.strip, payload.split(b"\n"))))
 
 
-def text_block(path: Path, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
-    """A plain text file as one block of any size."""
-    del offset, block_bytes
+def text_blocks(path: Path, size: int, corpus: CorpusConfig, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
+    """A plain text file as one block of any size, or as blocks of lines."""
+    if corpus.text_documents == "line":
+        yield from line_blocks(path, size, corpus, offset, block_bytes)
+        return
     with ByteStream(path) as stream:
         payload = stream.read(ROW_LIMIT + 1)
         if len(payload) > ROW_LIMIT:
@@ -107,37 +99,5 @@ def text_block(path: Path, offset: int, block_bytes: int) -> Iterator[SourceBloc
         yield SourceBlock(payload, 1, 1, len(payload), stream.consumed())
 
 
-def array_blocks(path: Path, size: int, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
-    """Blocks of JSON lines, one item a line, from item `offset`. The whole array is in memory."""
-    with ByteStream(path) as stream:
-        data = stream.read(ARRAY_LIMIT + 1)
-    if len(data) > ARRAY_LIMIT:
-        raise DataError(f"{path}: an array of more than {ARRAY_LIMIT >> 20} MiB; convert it to JSON lines")
-    items = json.loads(data)
-    yield from blocks_of_rows(map(_line, items), offset, block_bytes, lambda number: size * number // len(items))
-
-
-def _line(item: Any) -> bytes:
-    return json.dumps(item).encode()
-
-
-def _open_text(path: Path, size: int, corpus: CorpusConfig) -> Source:
-    if corpus.text_documents == "file":
-        return Source("text", "line", partial(text_block, path))
-    return Source("text", "line", partial(line_blocks, path))
-
-
-def _open_lines(path: Path, size: int, corpus: CorpusConfig) -> Source:
-    return Source("lines", "line", partial(line_blocks, path))
-
-
-def _open_json(path: Path, size: int, corpus: CorpusConfig) -> Source:
-    """A file that begins as an array is one; any other holds JSON lines."""
-    with ByteStream(path) as stream:
-        is_array = stream.read(FIRST_BYTES).lstrip().startswith(b"[")
-    return Source("lines", "item", partial(array_blocks, path, size)) if is_array else _open_lines(path, size, corpus)
-
-
-TEXT = CorpusFormat((".txt", ".md"), _open_text, may_be_compressed=True)
-JSON_LINES = CorpusFormat((".jsonl",), _open_lines, may_be_compressed=True)
-JSON = CorpusFormat((".json",), _open_json, may_be_compressed=True)
+TEXT = CorpusFormat((".txt", ".md"), "text", text_blocks, may_be_compressed=True)
+JSON_LINES = CorpusFormat((".jsonl", ".json"), "lines", line_blocks, may_be_compressed=True)
