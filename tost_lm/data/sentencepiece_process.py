@@ -3,13 +3,13 @@
 import io
 from multiprocessing.connection import Connection
 
-import sentencepiece
-
 EOT_PIECE = "<|endoftext|>"
 
 
 def train(texts: list[str], vocab_size: int, sender: Connection) -> None:
     """Send the model of `training.train_sentencepiece`, or the message of an error."""
+    import sentencepiece  # --help answers without it
+
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
