@@ -102,7 +102,7 @@ def test_another_corpus_with_the_same_tokenizer_from_overrides_alone(config, tmp
     folder = tmp_path / "rows"
     folder.mkdir()
     with gzip.open(folder / "a.json.gz", "wt") as file:
-        json.dump([{"body": "one text"}, {"body": ""}, {"body": "another"}], file)
+        file.writelines(json.dumps({"body": text}) + "\n" for text in ("one text", "", "another"))
     (folder / "b.txt").write_text("a third")
     flags = (f"corpus.source={folder}/*", "corpus.text_field=body", "corpus.valid_fraction=0", "shards.folder=more")
     output = run("tost prepare shards", *flags, f"tokenizer.path={tmp_path}/out/tokenizer.model", cwd=tmp_path)

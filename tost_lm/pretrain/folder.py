@@ -1,7 +1,7 @@
 """The run folder of a launch: opened with the first lines of the log, closed with the last."""
 
 import shutil
-import time
+from datetime import datetime
 from typing import Any
 
 from tost_lm.checkpointing.format import Progress
@@ -55,7 +55,7 @@ def _set_aside(config: PretrainConfig, start: StartPoint) -> None:
     """At a rewind, move the checkpoints after its step into a folder of the run, and copy the records there."""
     if not start.abandoned:
         return
-    folder = config.run_folder / "rewound" / time.strftime("%Y%m%d-%H%M%S")
+    folder = config.run_folder / "rewound" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     folder.mkdir(parents=True)
     for rows in config.run_folder.glob("*.jsonl"):
         shutil.copy(rows, folder)

@@ -29,7 +29,6 @@ def test_the_state_has_the_bytes_of_the_specs(settings: dict[str, Any], tokens: 
     config = validate(ModelConfig, {"tssa": {"denom_bias": "head"}, **shape, **settings}, "test")
     state = TostLM(config)(torch.randint(50, (1, tokens))).state  # in training mode there is no spare memory
     assert state is not None
-    counts = 8 * config.letters.count("T")  # numbers of tokens, without heads
     loads = [(spec, Load(shape, 4, True, tokens, tokens, tokens, 1, 1, 1)) for spec, shape in config.mixers]
     expected = sum(spec.layers(config.letters) * spec.state_bytes(load) for spec, load in loads)
-    assert state_bytes(state) == expected + counts
+    assert state_bytes(state) == expected
