@@ -38,7 +38,7 @@ from tost_lm.data.prefetch import MicroBatch
 from tost_lm.errors import ConfigError, TostError
 from tost_lm.inference.decoding import decoder
 from tost_lm.mixers.delta import fla
-from tost_lm.mixers.delta.settings import Sizes as DeltaSizes
+from tost_lm.mixers.delta.settings import DeltaSizes
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.flops import flops_per_token, peak_flops
 from tost_lm.model.streaming import prefill

@@ -65,8 +65,8 @@ def run(config: StorageConfigs, device: str) -> tuple[list[dict[str, Any]], str]
 def rate(shards: str, home: Path, folder: Path, steps: int) -> float:
     """Tokens per second of a new run, the median of its steps."""
     words = [
-        f"data.folder={shards}", f"run.folder={home}", "run.name=timed", f"train.steps={steps}", "run.log_every=1",
-        "validation.every=none", f"checkpoint.interval={steps}", "run.device=cpu", "run.loggers=[]",
+        f"data.folder={shards}", f"run.folder={home}", "run.name=timed", f"train.steps={steps}", "run.log_interval=1",
+        "validation.interval=none", f"checkpoint.interval={steps}", "run.device=cpu", "run.loggers=[]",
     ]  # fmt: skip
     line = [sys.executable, "-m", "tost_lm.cli.main", "train", "demo", *words]
     environment = {**os.environ, "TOST_CACHE": str(folder / "cache")}

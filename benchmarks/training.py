@@ -239,7 +239,7 @@ def engine_run(device: str, model: dict[str, Any], tokens: int, steps: int) -> d
                 "dtype": "bfloat16" if device == "cuda" else "float32", "skip_spike_sigma": 6.0,
             },
             "checkpoint": {"interval": SAVE_EVERY, "keep_latest_k": 1},
-            "run": {"name": "bench", "device": device, "log_every": 1},
+            "run": {"name": "bench", "device": device, "log_interval": 1},
         }  # fmt: skip
         config = validate(PretrainConfig, tree, "benchmarks.training")
         clock = _Clock()

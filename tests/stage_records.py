@@ -3,7 +3,7 @@
 from typing import Any
 
 from tost_lm.checkpointing.format import Progress
-from tost_lm.data.stages import Source, StageRecord
+from tost_lm.data.stages import StageRecord, StageSource
 from tost_lm.pretrain.settings import PretrainConfig
 
 FINGERPRINT = "ab" * 32
@@ -12,7 +12,9 @@ FINGERPRINT = "ab" * 32
 def recorded(config: PretrainConfig, **changes: Any) -> StageRecord:
     """The record of the first stage of a run on shards of 1,000 tokens."""
     total = sum(config.data.folders.values())
-    sources = [Source(str(folder), FINGERPRINT, weight / total, 1000) for folder, weight in config.data.folders.items()]
+    sources = [
+        StageSource(str(folder), FINGERPRINT, weight / total, 1000) for folder, weight in config.data.folders.items()
+    ]
     fields = {
         "name": "start", "first_step": 0, "sources": tuple(sources), "seq_len": config.train.seq_len,
         "packing": config.data.packing, "global_batch_size": config.train.global_batch_size,
@@ -24,6 +26,6 @@ def recorded(config: PretrainConfig, **changes: Any) -> StageRecord:
 
 def progress(step: int, global_batch_size: int, seq_len: int) -> Progress:
     """The progress of a run of one stage, without its settings."""
-    source = Source("shards", FINGERPRINT, 1.0, 1000)
+    source = StageSource("shards", FINGERPRINT, 1.0, 1000)
     stage = StageRecord("start", 0, (source,), seq_len, "concatenated", global_batch_size)
     return Progress(step, step, stages=(stage,))

@@ -9,7 +9,7 @@ LINE_SECONDS = 10.0
 TERMINAL_SECONDS = 0.2
 
 
-class Progress:
+class ProgressBar:
     """Call it with the amount done and the total (None: unknown); it prints rate and remaining time."""
 
     def __init__(self, step: str, unit: str) -> None:

@@ -255,7 +255,7 @@ def move_folder(url: Path, target: Path, first: str) -> None:
     remove_folder(url, first)
 
 
-class Block(NamedTuple):
+class RemoteBlock(NamedTuple):
     """Bytes of a file at a URL with their XXH3-128 in hex."""
 
     url: RemotePath
@@ -271,7 +271,7 @@ def blocks_folder() -> str:
     return str(cache_folder() / "blocks")
 
 
-def read_block(block: Block, start: int, stop: int) -> bytes:
+def read_block(block: RemoteBlock, start: int, stop: int) -> bytes:
     """The bytes [start, stop) of a block, which is fetched if it is not in the cache. Raises as `fetch_blocks`."""
     data = b""
     with suppress(FileNotFoundError):
@@ -283,7 +283,7 @@ def read_block(block: Block, start: int, stop: int) -> bytes:
     return data if len(data) == stop - start else next(_fetched([block]))[start:stop]
 
 
-def fetch_blocks(blocks: Sequence[Block]) -> None:
+def fetch_blocks(blocks: Sequence[RemoteBlock]) -> None:
     """Fetch blocks into the cache, many at once.
 
     Raises:
@@ -293,7 +293,7 @@ def fetch_blocks(blocks: Sequence[Block]) -> None:
         pass
 
 
-def _fetched(blocks: Sequence[Block]) -> Iterator[bytes]:
+def _fetched(blocks: Sequence[RemoteBlock]) -> Iterator[bytes]:
     for _, one_storage in groupby(blocks, lambda block: block.url.parts[0]):
         left = [*one_storage]
         while left:
@@ -315,7 +315,7 @@ def _fetched(blocks: Sequence[Block]) -> Iterator[bytes]:
                 yield data
 
 
-def _keep_block(block: Block, data: bytes) -> None:
+def _keep_block(block: RemoteBlock, data: bytes) -> None:
     """Write a block into the cache, and remove the oldest ones that exceed the limit of its folder."""
     limit = _limit_bytes() // 2 // BUCKETS
     file = Path(block.cached)

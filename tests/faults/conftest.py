@@ -43,7 +43,7 @@ seq_len = 32
 interval = 10
 [run]
 name = "tiny"
-log_every = 1
+log_interval = 1
 device = "cpu"
 """
 

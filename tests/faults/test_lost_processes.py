@@ -55,7 +55,7 @@ def test_a_stopped_rank_is_named_with_its_last_step(
 @pytest.mark.slow
 def test_tost_train_ends_soon_after_a_stopped_rank_is_named(workplace: Path, pace: Any):
     words = ["launch.ranks=2", f"run.timeout_seconds={TIMEOUT_S}", "train.steps=100000"]
-    words += ["validation.every=1", "validation.sequences=400"]
+    words += ["validation.interval=1", "validation.sequences=400"]
     command = [sys.executable, "-m", "tost_lm.cli.main", "train", "run.toml", *words]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     with subprocess.Popen(

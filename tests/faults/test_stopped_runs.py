@@ -79,7 +79,7 @@ def test_a_demo_of_delta_layers_killed_in_the_middle(tmp_path: Path, embedded_sh
     (tmp_path / "run.toml").write_bytes(DEMO.read_bytes())
     steps, kill_at = 12, random.Random(2).randint(5, 9)
     words = ("model.pattern=DDDA", f"data.folder={embedded_shards}", f"train.steps={steps}", "checkpoint.interval=3")
-    words = (*words, "run.device=cpu", "run.log_every=1")
+    words = (*words, "run.device=cpu", "run.log_interval=1")
     train(tmp_path, 1, *words, "run.name=whole")
     words = (*words, "run.name=killed")
     with launch(tmp_path, 1, *words) as running:
@@ -104,7 +104,7 @@ PHASES = {
 
 @pytest.mark.slow
 def test_preemption_loses_no_step(workplace: Path, uninterrupted: Path, record_fault: RecordFault):
-    words = ("validation.every=3", "validation.sequences=4", "train.steps=300")
+    words = ("validation.interval=3", "validation.sequences=4", "train.steps=300")
     reached = 0
     for number, (phase, is_reached) in enumerate(PHASES.items()):
         signum = signal.SIGUSR1 if number % 2 else signal.SIGTERM
@@ -148,7 +148,7 @@ def test_a_stop_in_a_step_abandons_it_after_a_micro_batch(workplace: Path, recor
 
 
 def test_a_stop_in_a_validation_ends_it_after_a_micro_batch(workplace: Path, record_fault: RecordFault):
-    words = (*MANY_MICRO_BATCHES, "validation.every=1", "validation.sequences=400", "train.steps=9")
+    words = (*MANY_MICRO_BATCHES, "validation.interval=1", "validation.sequences=400", "train.steps=9")
     with launch(workplace, 2, *words) as running:
         running.until(lambda: running.step() == 1 and running.heartbeat()["phase"] == "validation")
         running.send(signal.SIGTERM)

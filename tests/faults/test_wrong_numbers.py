@@ -132,7 +132,7 @@ def nan_weights_from_validation_on(rank: int) -> None:
 
 
 def test_a_run_whose_last_validation_loss_is_nan_is_an_error(workplace: Path, record_fault: RecordFault):
-    words = ("train.steps=3", "validation.every=3", "validation.sequences=4")
+    words = ("train.steps=3", "validation.interval=3", "validation.sequences=4")
     for inject in (nan_weights_from_validation_on, no_fault):  # the second launch has no step left to train
         with launch(workplace, 2, *words, inject=inject) as running:
             assert running.wait() == [2, 2], running.output()

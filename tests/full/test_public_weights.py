@@ -145,7 +145,7 @@ def test_training_goes_on_in_tiles_at_twice_the_context_length(folder: Path):
         "data.folder=shards", "train.initial_weights=ours", f"train.seq_len={TOKENS}", "train.steps=2",
         "train.global_batch_size=1", "train.micro_batch_size=1", f"memory.tile_tokens={TOKENS // 8}",
         "optim.lr=1e-5", "optim.min_lr=1e-6", "optim.warmup_steps=0", "validation.sequences=1",
-        "run.name=longer", "run.log_every=1", "run.timeout_seconds=3600", "run.device=cpu",
+        "run.name=longer", "run.log_interval=1", "run.timeout_seconds=3600", "run.device=cpu",
     ]  # fmt: skip
     line = [sys.executable, "-m", "tost_lm.cli.main", "train", "empty.toml", *settings]
     said = subprocess.run(line, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -141,7 +141,7 @@ def trained_in_float64() -> dict[str, list[float]]:
 PROGRAMS: dict[str, tuple[int, str]] = {
     "resumed": (0, "run.name=golden"),
     "whole rows": (0, "run.name=rows"),
-    "documents": (0, "run.name=documents data.packing=best-fit validation.every=5"),
+    "documents": (0, "run.name=documents data.packing=best-fit validation.interval=5"),
     "tiles": (2, "run.name=tiles data.packing=best-fit memory.tile_tokens=20 parallel.sequence=2"),
     "tensor": (2, "run.name=tensor parallel.tensor=2 parallel.zero_stage=0"),
     "bfloat16": (2, "run.name=bfloat16 train.dtype=bfloat16 parallel.zero_stage=2"),

@@ -48,7 +48,7 @@ zero_stage = 1
 interval = 3
 [run]
 name = "killed"
-log_every = 1
+log_interval = 1
 device = "{DEVICE}"
 """
 

@@ -37,7 +37,7 @@ seq_len = 64
 interval = 4
 [run]
 name = "tiny"
-log_every = 1
+log_interval = 1
 device = "cpu"
 """
 PEAK = """

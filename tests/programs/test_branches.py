@@ -33,7 +33,7 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(prepared / "run.toml", folder)
     (folder / "out").symlink_to(prepared / "out")
     train(folder, "trunk", *CONSTANT)
-    train(folder, "whole", *WSD, "validation.every=4")
+    train(folder, "whole", *WSD, "validation.interval=4")
     return folder
 
 

@@ -21,7 +21,7 @@ def words(workplace: Path) -> list[str]:
     texts = ["some words of a text, and a word", "a long text " * 40 + "and words", "it said words"]
     (workplace / "lambada.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return [
-        "run.toml", "train.steps=8", "evaluation.every=2", f"evaluation.tasks={json.dumps(TASKS)}",
+        "run.toml", "train.steps=8", "evaluation.interval=2", f"evaluation.tasks={json.dumps(TASKS)}",
         "evaluation.sets.wikitext2=wiki.test.raw", "evaluation.sets.lambada_openai=lambada.jsonl",
     ]  # fmt: skip
 
@@ -92,7 +92,7 @@ HEADLINES = {"needle@words": "choice_accuracy", "positions": "nats_per_token", "
 def test_other_tasks_equal_those_of_the_checkpoint(workplace: Path, ranks: int):
     (workplace / "text.txt").write_text("some words of a text\n")
     given = [f"{name}.{key}={json.dumps(value)}" for name, own in OTHERS.items() for key, value in own.items()]
-    words = ["run.toml", "train.steps=4", "evaluation.every=4", f"evaluation.tasks={json.dumps(list(OTHERS))}"]
+    words = ["run.toml", "train.steps=4", "evaluation.interval=4", f"evaluation.tasks={json.dumps(list(OTHERS))}"]
     words += [*(f"evaluation.settings.{setting}" for setting in given), "parallel.zero_stage=2"]
     run("tost train", *words, cwd=workplace, ranks=ranks)
     run("tost eval", "runs/tiny", *OTHERS, *given, cwd=workplace)
@@ -114,7 +114,7 @@ def test_a_resumed_run_measures_no_step_twice(workplace: Path, words: list[str])
     before = rows(workplace)
     assert [row["step"] for row in before] == [2, 2, 4, 4, 6, 6]
     (workplace / "runs/tiny/checkpoints/step_00000006/manifest.json").unlink()
-    run("tost train", *words, "evaluation.every=3", "memory.tile_tokens=8", cwd=workplace)  # from step 4
+    run("tost train", *words, "evaluation.interval=3", "memory.tile_tokens=8", cwd=workplace)  # from step 4
     assert rows(workplace)[:4] == before[:4]
     assert [row["step"] for row in rows(workplace)[4:]] == [6, 6, 8, 8]
     assert_as_afterwards(workplace)
@@ -127,7 +127,7 @@ def test_a_resumed_run_measures_no_step_twice(workplace: Path, words: list[str])
         ('evaluation.tasks=["text"]', "text.file: must be set; give evaluation.settings.text.file=FILE"),
         (
             "evaluation.tasks=[]",
-            "evaluation.every is set without evaluation.tasks: name tasks, or remove it",
+            "evaluation.interval is set without evaluation.tasks: name tasks, or remove it",
         ),
         ("evaluation.sets.wikitext2=nowhere", "evaluation.sets.wikitext2 nowhere: no such file"),
         ("evaluation.settings.zero_shot.batch_tokens=0", "zero_shot.batch_tokens: "),

@@ -47,13 +47,15 @@ def test_equal_ranks_print_a_row_and_ok_and_leave_no_files(workplace: Path):
 
 @pytest.mark.quick
 def test_training_with_different_settings_on_one_node_is_refused_on_both(workplace: Path):
-    words = ["optim.lr=2e-2", "run.log_every=3"]
+    words = ["optim.lr=2e-2", "run.log_interval=3"]
     for node in start_nodes((workplace, []), (workplace, words), program="tost train"):
         code, _, errors = node.finish()
-        rate, log_every = [line for line in errors.splitlines() if line.startswith("error: ")]
+        rate, log_interval = [line for line in errors.splitlines() if line.startswith("error: ")]
         assert code
         assert rate.startswith(f"error: optim.lr differs between ranks: 0.02 on rank 1 ({HOST}), 0.01 on rank 0; ")
-        assert log_every.startswith(f"error: run.log_every differs between ranks: 3 on rank 1 ({HOST}), 1 on rank 0; ")
+        assert log_interval.startswith(
+            f"error: run.log_interval differs between ranks: 3 on rank 1 ({HOST}), 1 on rank 0; "
+        )
     assert not (workplace / "runs").exists()
 
 

@@ -13,7 +13,7 @@ SCRIPT = """
 import time
 from tost_lm import progress
 progress.TERMINAL_SECONDS = 0.2
-with progress.Progress("tokenizing", "B") as bar:
+with progress.ProgressBar("tokenizing", "B") as bar:
     for done in range(2_000_000, 8_000_001, 1_000_000):
         bar(done, 12_000_000, "5 tokens/s")
         time.sleep(0.11)

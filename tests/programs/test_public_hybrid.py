@@ -25,7 +25,7 @@ KINDS = {"Olmo": ("OLMo-Hybrid", "olmo-hybrid", 1 << 20), "Qwen": ("Qwen3.5", "q
 TRAINED = [
     "data.folder=shards", "data.packing=best-fit", "train.steps=3", "train.seq_len=96",
     "train.global_batch_size=2", "train.micro_batch_size=1", "optim.lr=1e-3", "optim.min_lr=1e-4",
-    "validation.every=3", "validation.sequences=2",
+    "validation.interval=3", "validation.sequences=2",
 ]  # fmt: skip
 PROMPT, GENERATED = torch.arange(7)[None] * 11, [
     {"max_new_tokens": 12, "do_sample": False, "num_beams": beams, "eos_token_id": None} for beams in (1, 3)

@@ -18,7 +18,7 @@ def validated(workplace: Path, name: str) -> list[float]:
 
 @pytest.mark.quick
 def test_a_run_goes_on_in_tiles_of_any_size_on_any_ranks_or_in_whole_rows(workplace: Path):
-    words = ["run.toml", "validation.every=6", "validation.sequences=4", "data.packing=best-fit"]
+    words = ["run.toml", "validation.interval=6", "validation.sequences=4", "data.packing=best-fit"]
     said = run("tost train", *words, "run.name=whole", "memory.tile_tokens=auto", cwd=workplace)
     assert "tiles" not in said  # whole rows fit
     tiles = [*words, "run.name=tiles"]

@@ -46,7 +46,7 @@ def test_a_run_leaves_what_the_readme_says(never_stopped: Path):
 
 
 def test_a_validation_is_one_pass_over_the_held_out_split_at_most(workplace: Path):
-    words = ["run.toml", "run.name=valid", "train.steps=2", "validation.every=2", "validation.sequences=100000"]
+    words = ["run.toml", "run.name=valid", "train.steps=2", "validation.interval=2", "validation.sequences=100000"]
     output = run("tost train", *words, cwd=workplace)
     assert "validation.sequences 100,000 is more than one pass over the held-out split: using its " in output
     (row,) = read_rows(workplace / "runs/valid/validation.jsonl")
@@ -56,7 +56,7 @@ def test_a_validation_is_one_pass_over_the_held_out_split_at_most(workplace: Pat
 
 def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(workplace: Path, never_stopped: Path):
     config = load_config(PretrainConfig, workplace / "run.toml")
-    words = ["run.toml", "run.name=alone", "checkpoint.interval=3", "checkpoint.keep_latest_k=2", "run.log_every=4",
+    words = ["run.toml", "run.name=alone", "checkpoint.interval=3", "checkpoint.keep_latest_k=2", "run.log_interval=4",
              "run.profile_steps=[10, 11]"]  # fmt: skip
     said = run("tost train", *words, cwd=workplace)
     assert f"{parameters(config.model).total / 1e6:.2f}M parameters, 1 ranks on cpu" in said
@@ -76,7 +76,7 @@ def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(
 
 
 def test_a_run_whose_validation_loss_does_not_fall_ends_early(workplace: Path):
-    words = ["run.toml", "optim.lr=1e-30", "optim.min_lr=0.0", "validation.every=1", "validation.stop_after=3"]
+    words = ["run.toml", "optim.lr=1e-30", "optim.min_lr=0.0", "validation.interval=1", "validation.stop_after=3"]
     run("tost train", *words, "run.stop_at_step=2", cwd=workplace)
     said = run("tost train", *words, cwd=workplace)
     assert "\ndone: 3 validations in a row had no lower loss (validation.stop_after): " in said
@@ -86,7 +86,7 @@ def test_a_run_whose_validation_loss_does_not_fall_ends_early(workplace: Path):
     said = run("tost train", *words, cwd=workplace)
     assert said.endswith("nothing is left to train up to step 12: validation.stop_after has ended the run\n")
     error = refusal("tost train", "run.toml", "validation.stop_after=3", cwd=workplace)
-    assert "validation.stop_after has no effect without validations: set validation.every" in error
+    assert "validation.stop_after has no effect without validations: set validation.interval" in error
 
 
 def test_a_damaged_newer_checkpoint_does_not_push_out_a_good_one(workplace: Path):

@@ -12,7 +12,7 @@ SETTINGS: dict[str, Any] = {
     "model": {"layers": 1, "heads": 1, "width": 4, "vocab_size": 8, "max_positions": 8},
     "data": {"folder": "shards"},
     "train": {"steps": 20, "global_batch_size": 4, "micro_batch_size": 2, "seq_len": 8},
-    "run": {"name": "r", "log_every": 1},
+    "run": {"name": "r", "log_interval": 1},
 }
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from tost_lm.data.samples import ConcatenatedSamples, Earlier, Order, PackedSamples, Segments, permuted
 from tost_lm.data.shards import Concatenation, Shards
-from tost_lm.data.stages import Packing, Source, StageRecord, phases
+from tost_lm.data.stages import Packing, StageRecord, StageSource, phases
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import sha256_bytes
@@ -101,10 +101,10 @@ class Corpora:
         return sha256_bytes(json.dumps(weighted).encode())
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[StageSource, ...]:
         """The record of each folder."""
         return tuple(
-            Source(str(one.folder), one.fingerprint, weight, sum(map(len, one.token_arrays("train"))))
+            StageSource(str(one.folder), one.fingerprint, weight, sum(map(len, one.token_arrays("train"))))
             for one, weight in zip(self.shards, self.weights, strict=True)
         )
 

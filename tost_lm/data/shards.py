@@ -28,7 +28,7 @@ from tost_lm.errors import DataError
 from tost_lm.files import regular_file, sha256_bytes, sha256_file
 from tost_lm.remote import (
     FETCHED_AT_ONCE,
-    Block,
+    RemoteBlock,
     RemotePath,
     blocks_folder,
     fetch_blocks,
@@ -237,12 +237,12 @@ class RemoteTokens:
         ]
         return np.frombuffer(b"".join(parts), self._dtype)
 
-    def block(self, number: int) -> Block:
+    def block(self, number: int) -> RemoteBlock:
         """Where block `number` is."""
         first = self._start + number * HASH_BLOCK_BYTES
         xxh3 = self._hashes[number]
         stop = min(first + HASH_BLOCK_BYTES, self._stop)
-        return Block(self._url, first, stop, xxh3, f"{self._cache}/{xxh3[:2]}/{xxh3}")
+        return RemoteBlock(self._url, first, stop, xxh3, f"{self._cache}/{xxh3[:2]}/{xxh3}")
 
 
 class TokenShard:
@@ -286,7 +286,7 @@ class TokenShard:
         """Whether it is at a URL."""
         return isinstance(self._path, RemotePath)
 
-    def missing(self, start: int, stop: int) -> list[Block]:
+    def missing(self, start: int, stop: int) -> list[RemoteBlock]:
         """The blocks of the tokens [start, stop) that are at a URL and not in the cache."""
         if not isinstance(self._array, RemoteTokens):
             return []

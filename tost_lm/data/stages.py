@@ -11,7 +11,7 @@ Packing = Literal["concatenated", "best-fit"]
 
 @with_config(ConfigDict(extra="forbid", strict=True))
 @dataclass(frozen=True)
-class Source:
+class StageSource:
     """A shard folder of a stage."""
 
     folder: str
@@ -30,7 +30,7 @@ class StageRecord:
     name: str
     first_step: int
     """Steps of the run before it."""
-    sources: tuple[Source, ...]
+    sources: tuple[StageSource, ...]
     """In the order of their fingerprints."""
     seq_len: int
     packing: Packing

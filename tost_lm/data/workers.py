@@ -17,7 +17,7 @@ import numpy as np
 
 from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.shard_format import SPLITS, dtype_for
-from tost_lm.data.sources import BadRow, Block, Document, Splitter, parse
+from tost_lm.data.sources import BadRow, CorpusBlock, Document, Splitter, parse
 from tost_lm.data.tokenizers import read_tokenizer
 from tost_lm.data.tokenizers.lossless import first_loss
 from tost_lm.errors import DataError
@@ -105,8 +105,8 @@ class Encoded(NamedTuple):
 
 
 def encoded_blocks(
-    blocks: Iterable[Block], corpus: CorpusConfig, tokenizer: Path, splitter: Splitter, workers: int
-) -> Generator[tuple[Block, Encoded], None, None]:
+    blocks: Iterable[CorpusBlock], corpus: CorpusConfig, tokenizer: Path, splitter: Splitter, workers: int
+) -> Generator[tuple[CorpusBlock, Encoded], None, None]:
     """Each block with its tokens from one of `workers` processes, in order; reads a bounded number of blocks ahead.
 
     Raises:
@@ -126,7 +126,7 @@ class _Encoder:
         self._corpus, self._tokenizer, self._splitter = corpus, read_tokenizer(tokenizer), splitter
         self._checked = 0
 
-    def encode(self, block: Block) -> Encoded:
+    def encode(self, block: CorpusBlock) -> Encoded:
         dtype = dtype_for(self._tokenizer.vocab_size)
         eot = np.array([self._tokenizer.eot], dtype)
         documents_of: dict[str, list[tuple[np.ndarray, int]]] = {split: [] for split in SPLITS}

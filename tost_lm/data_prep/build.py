@@ -31,7 +31,7 @@ from tost_lm.data.shard_format import (
     read_manifest,
 )
 from tost_lm.data.shards import Shards
-from tost_lm.data.sources import Block, Position, Splitter, count_rows, fingerprint, read_blocks, token_files
+from tost_lm.data.sources import CorpusBlock, Position, Splitter, count_rows, fingerprint, read_blocks, token_files
 from tost_lm.data.sources.blocks import corpus_changed, too_many_bad
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer
 from tost_lm.data.workers import Encoded, available_cores, encoded_blocks
@@ -87,7 +87,7 @@ class Journal:
                 return journal
         return None
 
-    def count(self, block: Block | Joined, encoded: Encoded) -> None:
+    def count(self, block: CorpusBlock | Joined, encoded: Encoded) -> None:
         """Add the rows of a block to the counts, and its bad rows to the sample."""
         self.position = block.end
         self.rows = {what: number + encoded.rows.get(what, 0) for what, number in self.rows.items()}

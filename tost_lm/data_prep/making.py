@@ -12,13 +12,13 @@ from tost_lm.data.tokenizers import Tokenizer, make_tokenizer
 from tost_lm.data_prep.build import BuildProgress, build_shards, building_folder, identity, recover_folder
 from tost_lm.data_prep.partitions import open_partitions
 from tost_lm.errors import DataError
-from tost_lm.progress import Progress
+from tost_lm.progress import ProgressBar
 
 
-class Report:
+class BuildReport:
     """Prints the progress of a build, and where it resumes."""
 
-    def __init__(self, bar: Progress) -> None:
+    def __init__(self, bar: ProgressBar) -> None:
         self._bar = bar
         self._first: BuildProgress | None = None
         self._started = time.monotonic()
@@ -56,8 +56,8 @@ def make_shards(config: DataPrepConfig, partitions: Callable[[], Sequence[Shards
         return
     print(f"building {folder}: {reason}", flush=True)
     start = time.monotonic()
-    with Progress("tokenizing", "B") as bar:
-        manifest = build_shards(config, tokenizer, Report(bar), partitions())
+    with ProgressBar("tokenizing", "B") as bar:
+        manifest = build_shards(config, tokenizer, BuildReport(bar), partitions())
     for split in SPLITS:
         entry = manifest["splits"][split]
         if entry["documents"]:

@@ -14,7 +14,7 @@ from tost_lm.data_prep.build import BusyError
 from tost_lm.data_prep.making import checked_partitions, make_shards
 from tost_lm.data_prep.partitions import with_partition
 from tost_lm.errors import DataError, install_hint
-from tost_lm.progress import Progress
+from tost_lm.progress import ProgressBar
 
 RETRIES = 10
 WAIT_S, CONNECT_S = 3.0, 10.0
@@ -46,7 +46,7 @@ def partitions_on_ray(config: DataPrepConfig) -> list[Shards]:
     build = ray.remote(num_cpus=workers, max_retries=RETRIES, retry_exceptions=[BusyError])(_build)
     try:
         waiting = [build.remote(config, (number, count), workers, Path.cwd()) for number in range(count)]
-        with Progress("tokenizing", "partitions") as bar:
+        with ProgressBar("tokenizing", "partitions") as bar:
             while waiting:
                 done, waiting = ray.wait(waiting)
                 ray.get(done)

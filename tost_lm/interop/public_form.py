@@ -29,9 +29,8 @@ from tost_lm.inference.hugging_face import check_settings, transformers_library
 from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
 from tost_lm.interop.folder import CONFIG, listed, read_settings, weight_files
 from tost_lm.interop.interface import ForeignFormat, ForeignModel
-from tost_lm.mixers.delta.settings import CONV_TAPS
-from tost_lm.mixers.delta.settings import Sizes as DeltaSizes
-from tost_lm.mixers.softmax.settings import Sizes as SoftmaxSizes
+from tost_lm.mixers.delta.settings import CONV_TAPS, DeltaSizes
+from tost_lm.mixers.softmax.settings import SoftmaxSizes
 from tost_lm.model import ModelConfig
 from tost_lm.model.lm import parameter_shapes
 

@@ -109,5 +109,5 @@ def build_writer(
     files = RunFiles(config.run_folder, check_folder, to_toml(run), start.corpora.tokenizer(), card, uploads)
     writer = CheckpointWriter(engine, files, config.checkpoint, config.run.timeouts)
     last = run.in_stages()[-1].config.last_step
-    writer.require_disk_space(first_step, last, keeps_best=config.validation.every is not None)
+    writer.require_disk_space(first_step, last, keeps_best=config.validation.interval is not None)
     return writer

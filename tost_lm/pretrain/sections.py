@@ -157,7 +157,7 @@ class MemoryConfig(Section):
 class ValidationConfig(Section):
     """The loss on held-out documents during training; nothing here changes the result of training."""
 
-    every: int | None = Field(default=None, gt=0)
+    interval: int | None = Field(default=None, gt=0)
     """Steps between validations; without it there are none."""
     sequences: int = Field(default=64, gt=0)
     """Number of sequences of train.seq_len tokens, the same each time, over all ranks; at most one pass over the held-out split."""
@@ -166,15 +166,15 @@ class ValidationConfig(Section):
 
     @model_validator(mode="after")
     def _stops_after_validations(self) -> "ValidationConfig":
-        if self.stop_after and self.every is None:
-            raise ValueError("validation.stop_after has no effect without validations: set validation.every")
+        if self.stop_after and self.interval is None:
+            raise ValueError("validation.stop_after has no effect without validations: set validation.interval")
         return self
 
 
 class EvaluationConfig(Section):
     """Tasks during training, by the code of `tost eval`; nothing here changes the result of training."""
 
-    every: int | None = Field(default=None, gt=0)
+    interval: int | None = Field(default=None, gt=0)
     """Steps between evaluations; another follows the last step. Without it there are none."""
     tasks: list[str] = Field(default_factory=list)
     """Names of tasks, families or groups of `tost eval`, all but heldout@bpb."""
@@ -185,11 +185,11 @@ class EvaluationConfig(Section):
 
     @model_validator(mode="after")
     def _when_and_what(self) -> "EvaluationConfig":
-        if self.every and not self.tasks:
-            raise ValueError("evaluation.every is set without evaluation.tasks: name tasks, or remove it")
-        if self.tasks and not self.every:
+        if self.interval and not self.tasks:
+            raise ValueError("evaluation.interval is set without evaluation.tasks: name tasks, or remove it")
+        if self.tasks and not self.interval:
             raise ValueError(
-                "evaluation.tasks is set without evaluation.every: set the number of steps between evaluations"
+                "evaluation.tasks is set without evaluation.interval: set the number of steps between evaluations"
             )
         return self
 
@@ -203,7 +203,7 @@ class RunConfig(Section):
     """Where the run folders are, for example on a shared file system."""
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """Device; `auto` is the first of cuda, mps and cpu that is available."""
-    log_every: int = Field(default=10, gt=0)
+    log_interval: int = Field(default=10, gt=0)
     """Steps between log lines and rows of metrics.jsonl."""
     loggers: list[Literal["wandb", "tensorboard"]] = Field(default=["wandb"])
     """Where the rows of the JSONL files are shown as well: wandb, whose own variables say how (WANDB_MODE: default offline; WANDB_PROJECT: default tost_lm), TensorBoard."""

@@ -22,7 +22,7 @@ from tost_lm.checkpointing.reading import load_weights, restore
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, find_checkpoint, step_folders, step_of
 from tost_lm.config import load_config
 from tost_lm.data.loader import Corpora
-from tost_lm.data.stages import Source, StageRecord
+from tost_lm.data.stages import StageRecord, StageSource
 from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, TostError, TrainingError
 from tost_lm.files import sha256_file
@@ -197,7 +197,7 @@ def _resumed(
     return StartPoint(stage, corpora, (*records, record))
 
 
-def _identities(sources: Sequence[Source]) -> list[tuple[str, float]]:
+def _identities(sources: Sequence[StageSource]) -> list[tuple[str, float]]:
     return [(source.fingerprint, source.weight) for source in sources]
 
 

@@ -39,7 +39,7 @@ def train(
 
     Args:
         run: all settings of the run.
-        evaluation: runs every `evaluation.every` steps; None: there is none.
+        evaluation: runs every `evaluation.interval` steps; None: there is none.
 
     Returns:
         Why the launch ended: one of `graceful_stop.REASONS`, or NEXT_STAGE if another stage follows; empty: the run, or
@@ -138,11 +138,11 @@ class Launch:
         else:
             self.update(step, micro_batches)
         self.profiler.after_step(step)
-        if (validation := self.validation) and due(config.validation.every):
+        if (validation := self.validation) and due(config.validation.interval):
             row = self.measured(lambda beat: validation.measure(self.engine, beat, self.metrics.log))
             self.metrics.validation({"step": step, **row})
             self.progress = self.progress.after_validation(row["loss"])
-        if (evaluation := self.evaluation) and due(config.evaluation.every):
+        if (evaluation := self.evaluation) and due(config.evaluation.interval):
             for row in self.measured(lambda beat: evaluation.measure(self.engine, self.mesh, beat)):
                 self.metrics.evaluation({"step": step, **row})
         self.stop_reason = self.stop.after_step()
@@ -168,7 +168,7 @@ class Launch:
             self.progress, step=step, updates=self.progress.updates + (not outcome.reason_to_skip),
             recent=self.guard.recent, skipped_in_a_row=self.guard.in_a_row,
         )  # fmt: skip
-        if step % config.run.log_every == 0 or step in (1, config.train.steps):
+        if step % config.run.log_interval == 0 or step in (1, config.train.steps):
             self.metrics.step(step, outcome.loss, lr, outcome.grad_norm, outcome.z_loss)
 
     @property
@@ -177,9 +177,9 @@ class Launch:
         done = self.progress.step >= self.config.last_step or self.config.stops_early(self.progress)
         return done or bool(self.stop_reason)
 
-    def is_due(self, every: int | None) -> bool:
-        """Whether a measurement is due: at multiples of `every` and after the last step."""
-        return self.progress.step % (every or 1) == 0 or self.progress.step == self.config.train.steps
+    def is_due(self, interval: int | None) -> bool:
+        """Whether a measurement is due: at multiples of `interval` and after the last step."""
+        return self.progress.step % (interval or 1) == 0 or self.progress.step == self.config.train.steps
 
     def measured(self, measure: Callable[[Callable[[], None]], Any]) -> Any:
         """The result of `measure`, which calls its argument between micro-batches. Raises StopRequestedError."""

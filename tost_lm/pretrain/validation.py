@@ -24,8 +24,8 @@ LOG_EVERY_S = 10.0
 
 
 def build_validation(config: PretrainConfig, corpora: Corpora, mesh: Mesh, tiling: Tiling) -> "Validation | None":
-    """None: `validation.every` is not set."""
-    if config.validation.every is None:
+    """None: `validation.interval` is not set."""
+    if config.validation.interval is None:
         return None
     batches = build_batches(config, corpora, mesh, tiling, "valid")
     return Validation(batches, mesh, tiling, config.train.seq_len, config.validation.sequences)

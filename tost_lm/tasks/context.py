@@ -47,7 +47,7 @@ from pydantic import Field, PositiveInt, field_validator
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.tasks.grid import GridConfig, GridTask, Source, section
+from tost_lm.tasks.grid import GridConfig, GridTask, QuerySource, section
 from tost_lm.tasks.haystacks import Text, noise_haystack
 from tost_lm.tasks.queries import Queries, Query
 from tost_lm.tasks.task import Family
@@ -269,14 +269,14 @@ class ManyShot(Queries):
 
 
 def _of_text(name: str, about: str, make: type[TextQueries]) -> GridTask:
-    def queries(name: str, of: Source) -> Queries:
+    def queries(name: str, of: QuerySource) -> Queries:
         return make(name, of.settings.seed, of.tokenizer, of.text, of.settings.target_tokens)
 
     return GridTask(f"{name}@text", about, queries, "token_accuracy")
 
 
 def _many_shot(name: str, about: str, is_seen: bool) -> GridTask:
-    def queries(name: str, of: Source) -> Queries:
+    def queries(name: str, of: QuerySource) -> Queries:
         return ManyShot(name, of.settings.seed, of.tokenizer, is_seen)
 
     return GridTask(f"{name}@own-words", about, queries, "choice_accuracy")

@@ -60,7 +60,7 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class QuerySource:
     """The settings, tokenizer and text that queries are made from."""
 
     settings: Any
@@ -88,7 +88,7 @@ class GridTask(Task):
         self,
         name: str,
         about: str,
-        make: Callable[[str, Source], Queries],
+        make: Callable[[str, QuerySource], Queries],
         headline: str = "found_share",
         column: tuple[str, str] | None = None,
     ):
@@ -102,7 +102,7 @@ class GridTask(Task):
         settings = family.settings_in(evaluation.config)
         shards, evaluated = evaluation.config.heldout.shards, evaluation.evaluated
         text = partial(find_text, settings.haystack, shards, evaluated, family.name)
-        queries = self.make(self.name, Source(settings, evaluation.tokenizer, text, evaluation.texts))
+        queries = self.make(self.name, QuerySource(settings, evaluation.tokenizer, text, evaluation.texts))
         identity = identity_of(queries, queries.identity(settings), evaluated) | family.identity
         measure = partial(self._measure, evaluation, settings, queries, identity)
         return Measurement(identity, measure, partial(queries.lengths, settings))
@@ -129,7 +129,7 @@ class GridTask(Task):
                 return Text.of_file(settings.haystack, tokenizer, family.name)
             return Text.of_shards(training.shards, tokenizer, family.name)
 
-        queries = self.make(self.name, Source(settings, tokenizer, text, training.texts))
+        queries = self.make(self.name, QuerySource(settings, tokenizer, text, training.texts))
         places = [(length, d) for length in queries.lengths(settings, training.model) for d in queries.depths]
         identity = queries.identity(settings) | {"places": places, **(queries.text.facts if queries.text else {})}
         if queries.text and queries.text.shards:

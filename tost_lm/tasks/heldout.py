@@ -43,7 +43,7 @@ class Heldout(LikelihoodTask):
         if shards.manifest["splits"]["valid"]["bytes"] is None:
             raise ConfigError(
                 f"{NAME}: {shards.folder} links token files, so the bytes of its documents are unknown; give shards of "
-                "text (heldout.shards=FOLDER), or read the loss of held-out documents in training (validation.every)"
+                "text (heldout.shards=FOLDER), or read the loss of held-out documents in training (validation.interval)"
             )
         identity = evaluation.evaluated.identity(settings, shards)
         identity["settings"] |= {"window_tokens": window}
@@ -57,8 +57,8 @@ class Heldout(LikelihoodTask):
 
     def in_training(self, training: Training, family: Family) -> MeasuredInTraining:
         raise ConfigError(
-            f"evaluation.tasks: {NAME} is not measured during training; set validation.every, which measures the loss "
-            "on held-out documents"
+            f"evaluation.tasks: {NAME} is not measured during training; set validation.interval, which measures the "
+            "loss on held-out documents"
         )
 
     def row(self, example: Example, scores: Likelihoods) -> Row:

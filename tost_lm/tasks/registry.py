@@ -21,7 +21,7 @@ from tost_lm.tasks import (
     text,
     tost_release,
 )
-from tost_lm.tasks.grid import GridTask, Source
+from tost_lm.tasks.grid import GridTask, QuerySource
 from tost_lm.tasks.haystacks import Text
 from tost_lm.tasks.queries import Queries
 from tost_lm.tasks.task import Family, Task
@@ -97,4 +97,4 @@ def make_queries(name: str, tokenizer: Tokenizer, text: Callable[[], Text], **se
     family, task = find_task(name)
     assert isinstance(task, GridTask)
     assert family.settings
-    return task.make(name, Source(validate(family.settings, settings, family.name), tokenizer, text))
+    return task.make(name, QuerySource(validate(family.settings, settings, family.name), tokenizer, text))

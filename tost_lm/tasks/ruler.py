@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.tasks.grid import GridConfig, GridTask, Source, section
+from tost_lm.tasks.grid import GridConfig, GridTask, QuerySource, section
 from tost_lm.tasks.haystacks import (
     LONGEST_KEY,
     PAIRS,
@@ -382,7 +382,7 @@ def _zipf(words: int) -> list[int]:
 
 
 def _niah(name: str, about: str, form: Form) -> GridTask:
-    def make(name: str, of: Source) -> Queries:
+    def make(name: str, of: QuerySource) -> Queries:
         return NiahQueries(name, of.settings.seed, of.tokenizer, form, of.text if form.haystack == "text" else None)
 
     return GridTask(f"niah_{name}@own-words", about, make)

@@ -10,7 +10,7 @@ from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.text_file import TextFile
 from tost_lm.markdown import escape, table
 from tost_lm.page import Page
-from tost_lm.progress import Progress
+from tost_lm.progress import ProgressBar
 from tost_lm.redaction import redact_text
 from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, state_growth
 from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
@@ -55,7 +55,7 @@ class TextStream(Task):
         if model.config.kept_tokens is None and model.config.position_limit is None:
             print("the model keeps all tokens: memory and time per token grow with the text", flush=True)
         saved = SavedPosition(evaluation.folder(NAME) / "position.pt", identity, ranks)
-        with Progress("scoring", "tokens") as progress:
+        with ProgressBar("scoring", "tokens") as progress:
             report = progress if ranks.rank == 0 else None
             scores, state = score_text(model, evaluation.tokenizer, text, ranks, saved, report)
         bytes_of_state = state_bytes(state, ranks.tensor_ranks)

@@ -120,7 +120,7 @@ def test_a_small_cache_stays_below_its_limit(
     """A block that was removed is fetched again."""
     monkeypatch.setattr(remote, "BUCKETS", 1)  # so that there are enough blocks for each
     monkeypatch.setenv("TOST_CACHE_GB", str(2 * 4 * BLOCK / 1e9))
-    monkeypatch.setattr(remote.Block, "cached", property(lambda block: f"{cache}/blocks/00/{block.xxh3}"))
+    monkeypatch.setattr(remote.RemoteBlock, "cached", property(lambda block: f"{cache}/blocks/00/{block.xxh3}"))
     at_url, at_home = batches_of(url, "best-fit"), batches_of(local, "best-fit")
     for step in (*range(20), *range(20)):
         for one, other in zip(at_url[step], at_home[step], strict=True):

@@ -73,8 +73,8 @@ MUON = 'optim.kind "muon" needs whole matrices and gradients on each rank, and p
     [
         ("data.packing=tight", "data.packing: "),
         ("data.workers=-1", "data.workers: "),
-        ("evaluation.every=5", "evaluation.every is set without evaluation.tasks"),
-        ('evaluation.tasks=["x"]', "evaluation.tasks is set without evaluation.every"),
+        ("evaluation.interval=5", "evaluation.interval is set without evaluation.tasks"),
+        ('evaluation.tasks=["x"]', "evaluation.tasks is set without evaluation.interval"),
         (
             "optim.schedule=wsd optim.decay_steps=10",
             "optim.decay_steps 10 and a warm-up of 0 steps are more than train.steps 9: lower optim.decay_steps",
@@ -149,7 +149,7 @@ def changes(tmp_path: Path, data: str, *overrides: str) -> list[str]:
 def test_what_may_change_between_launches(tmp_path: Path):
     same: Any = '[data.mixture]\nz = 2\n"x/y" = 1\n'
     assert changes(tmp_path, same, "data.workers=0", "train.micro_batch_size=3") == []
-    assert changes(tmp_path, same, "evaluation.every=5", 'evaluation.tasks=["x"]', "evaluation.sets.y=z") == []
+    assert changes(tmp_path, same, "evaluation.interval=5", 'evaluation.tasks=["x"]', "evaluation.sets.y=z") == []
     assert changes(tmp_path, '[data.mixture]\n"x/y" = 1\nw = 2\n') == [
         "data.mixture.z: 2.0 → not set",
         "data.mixture.w: not set → 2.0",

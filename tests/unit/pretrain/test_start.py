@@ -68,7 +68,7 @@ def write_run(config: PretrainConfig, name: str = "r") -> None:
 
 
 def test_the_same_run_goes_on_from_its_newest_checkpoint(run: Path):
-    start = start_of(config(run={"log_every": 3, "stop_at_step": 7}))
+    start = start_of(config(run={"log_interval": 3, "stop_at_step": 7}))
     assert start.resume_from == step_folder(run, 6)
     assert start.checkpoints == (step_folder(run, 3), step_folder(run, 6))
 

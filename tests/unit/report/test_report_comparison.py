@@ -111,9 +111,9 @@ def table(text: str, section: str) -> list[list[str]]:
 
 
 def test_runs_are_grouped_by_settings(make_run):
-    ignored = {"run": {"name": "other", "log_every": 3}, "parallel": {"zero_stage": 2},
+    ignored = {"run": {"name": "other", "log_interval": 3}, "parallel": {"zero_stage": 2},
                    "checkpoint": {"interval": 7},
-                   "validation": {"every": 5}, "data": {"workers": 3}}  # fmt: skip
+                   "validation": {"interval": 5}, "data": {"workers": 3}}  # fmt: skip
     runs = [
         make_run("a", [5.0], train={"seed": 1}),
         make_run("b", [5.0], optim={"lr": 0.5}),
@@ -133,7 +133,7 @@ def test_runs_are_grouped_by_settings(make_run):
 def test_groups_ignore_the_seed_and_settings_that_may_change_on_resume():
     config = settings(
         train={"micro_batch_size": 2, "seed": 3}, data={"workers": 2}, checkpoint={"interval": 1},
-        run={"log_every": 1}, validation={"every": 1}, parallel={"tensor": 2}, optim={"warmup_steps": 2},
+        run={"log_interval": 1}, validation={"interval": 1}, parallel={"tensor": 2}, optim={"warmup_steps": 2},
     )  # fmt: skip
     changed = {line.split(":")[0] for line in differences(config, config.what_is_trained())}
     tree = json.loads(config.model_dump_json(exclude_none=True))

@@ -25,7 +25,7 @@ from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.sources.blocks import (
     BLOCK_BYTES,
     BadRow,
-    Block,
+    CorpusBlock,
     Document,
     Position,
     Source,
@@ -39,7 +39,7 @@ from tost_lm.errors import ConfigError, DataError
 
 __all__ = [
     "BadRow",
-    "Block",
+    "CorpusBlock",
     "Document",
     "Position",
     "count_rows",
@@ -63,7 +63,7 @@ def read_blocks(
     start: Position | None = None,
     block_bytes: int = BLOCK_BYTES,
     partition: tuple[int, int] = (0, 1),
-) -> Iterator[Block]:
+) -> Iterator[CorpusBlock]:
     """Blocks of about `block_bytes`, from the beginning or from the end of an earlier block. Deterministic.
 
     Of partition i of n, it reads only the files whose middle is in the i-th of n equal ranges of the corpus' bytes.
@@ -91,7 +91,9 @@ def read_blocks(
             if following is None:
                 end, consumed = Position(file + 1, 0, row, 0), source.size or 0
             fraction = min(1.0, (before + consumed) / max(1, total)) if known else None
-            yield Block(source.kind, block.payload, source.where, first_row, block.rows, first_line, end, fraction)
+            yield CorpusBlock(
+                source.kind, block.payload, source.where, first_row, block.rows, first_line, end, fraction
+            )
             block = following
         offset, line, before = 0, 0, before + (source.size or 0)
     if not row and count == 1:

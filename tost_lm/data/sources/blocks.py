@@ -58,7 +58,7 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
+class CorpusBlock:
     """Some rows of a corpus, unparsed."""
 
     kind: Literal["lines", "arrow", "text"]
@@ -142,7 +142,7 @@ class _UnusableError(Exception):
     """Carries the reason why a row cannot be used."""
 
 
-def parse(block: Block, corpus: CorpusConfig) -> Iterator[Document | BadRow]:
+def parse(block: CorpusBlock, corpus: CorpusConfig) -> Iterator[Document | BadRow]:
     """The normalized documents of a block and its bad rows, in order, without too short and too long texts."""
     for row, (number, raw) in enumerate(_rows(block, corpus), start=block.first_row):
         try:
@@ -157,7 +157,7 @@ def parse(block: Block, corpus: CorpusConfig) -> Iterator[Document | BadRow]:
             yield Document(row, text)
 
 
-def _rows(block: Block, corpus: CorpusConfig) -> Iterator[tuple[int, Any]]:
+def _rows(block: CorpusBlock, corpus: CorpusConfig) -> Iterator[tuple[int, Any]]:
     """Each row, after its number in the file."""
     if block.kind == "arrow":
         yield from enumerate(_column(block.payload), start=block.first_line)
@@ -182,7 +182,7 @@ def _column(payload: bytes) -> Iterator[str | bytes | None]:
             yield from column.cast(binary).to_pylist()
 
 
-def _text(block: Block, raw: Any, text_field: str) -> str:
+def _text(block: CorpusBlock, raw: Any, text_field: str) -> str:
     """The text of a row: bytes of a line or file, or the value of a column."""
     if raw is None:
         raise _UnusableError(f"field {text_field!r} is null")

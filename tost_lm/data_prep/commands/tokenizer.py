@@ -24,7 +24,7 @@ from tost_lm.data.tokenizers.training import (
     write_tokenizer,
 )
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.progress import Progress
+from tost_lm.progress import ProgressBar
 
 CHECKED_BYTES = 8_000_000  # takes a few seconds
 
@@ -46,7 +46,7 @@ def main(_: Path | None, config: DataPrepConfig) -> None:
         return
     print(f"training {path}: {reason}", flush=True)
     start = time.monotonic()
-    with Progress("reading", "B") as progress:
+    with ProgressBar("reading", "B") as progress:
         sample = sample_texts(config, progress)
     if fingerprint(config.corpus) != corpus_fingerprint:
         raise corpus_changed(config.corpus)

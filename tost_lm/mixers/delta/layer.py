@@ -15,7 +15,7 @@ from torch.nn.functional import rms_norm, silu, softplus
 
 from tost_lm.mixers.delta.fla import missing_in_training
 from tost_lm.mixers.delta.operator import delta_rule, delta_rule_step
-from tost_lm.mixers.delta.settings import CONV_TAPS, DeltaShape, Sizes
+from tost_lm.mixers.delta.settings import CONV_TAPS, DeltaShape, DeltaSizes
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.ops.initialization import InitialValue, Normal, set_own_constants
 from tost_lm.ops.positions import SequenceInfo, state_rows
@@ -55,7 +55,7 @@ class DeltaMixer(TokenMixer):
 
     def __init__(self, shape: DeltaShape):
         super().__init__()
-        self.key_heads, self.heads, self.key_size, self.value_size = h, H, K, V = Sizes.of(shape)
+        self.key_heads, self.heads, self.key_size, self.value_size = h, H, K, V = DeltaSizes.of(shape)
         self.strength, group, width = 2 if shape.own.beta_to_two else 1, H // h, shape.width
         self.norm_epsilon = shape.own.norm_epsilon
         self.sizes = [2 * K + group * V, group * V, group, group]

@@ -43,7 +43,7 @@ class DeltaSettings(Section):
 DeltaShape = MixerShape[DeltaSettings]
 
 
-class Sizes(NamedTuple):
+class DeltaSizes(NamedTuple):
     """Heads and channels of a delta layer."""
 
     key_heads: int
@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
     value_size: int
 
     @classmethod
-    def of(cls, shape: DeltaShape) -> "Sizes":
+    def of(cls, shape: DeltaShape) -> "DeltaSizes":
         own = shape.own
         key_heads, key_size = own.qk_heads or shape.heads, own.qk_size or shape.width // shape.heads
         return cls(key_heads, own.value_heads or key_heads, key_size, own.value_size or key_size)

@@ -25,7 +25,7 @@ from tost_lm.mixers.delta.settings import (
     GROUP_CHUNKS,
     GROUP_ELEMENTS,
     DeltaShape,
-    Sizes,
+    DeltaSizes,
 )
 from tost_lm.mixers.spec import BLOCK_LAUNCHES, AffineSpec, Flops, Load, OwnNumbers
 
@@ -44,7 +44,7 @@ class DeltaSpec(AffineSpec):
         return shape.own.qk_size is None
 
     def problem(self, shape: DeltaShape) -> str | None:
-        sizes = Sizes.of(shape)
+        sizes = DeltaSizes.of(shape)
         if sizes.value_heads % sizes.key_heads == 0:
             return None
         return (
@@ -53,7 +53,7 @@ class DeltaSpec(AffineSpec):
         )
 
     def obstacle_to_tensor_ranks(self, shape: DeltaShape, ranks: int) -> str | None:
-        heads = Sizes.of(shape).key_heads
+        heads = DeltaSizes.of(shape).key_heads
         if heads % ranks == 0:
             return None
         return f"the {heads} key heads of delta layers are not divisible by parallel.tensor {ranks}; choose a divisor"
@@ -63,20 +63,20 @@ class DeltaSpec(AffineSpec):
 
     def channels_in(self, shape: DeltaShape) -> int:
         """Queries, keys and values, gates of the outputs, write strengths and decays."""
-        sizes = Sizes.of(shape)
+        sizes = DeltaSizes.of(shape)
         return sizes.convolved + sizes.value_heads * (sizes.value_size + 2)
 
     def channels_out(self, shape: DeltaShape) -> int:
-        sizes = Sizes.of(shape)
+        sizes = DeltaSizes.of(shape)
         return sizes.value_heads * sizes.value_size
 
     def own_numbers(self, shape: DeltaShape) -> OwnNumbers:
         """The convolution; two rates for each value head; the scales of the norm, which all heads share."""
-        sizes = Sizes.of(shape)
+        sizes = DeltaSizes.of(shape)
         return OwnNumbers(sizes.convolved * CONV_TAPS, 2 * sizes.value_heads, sizes.value_size, 1)
 
     def operator_flops(self, shape: DeltaShape) -> Flops:
-        sizes = Sizes.of(shape)
+        sizes = DeltaSizes.of(shape)
         state, convolved = sizes.value_heads * sizes.key_size * sizes.value_size, sizes.convolved
         return Flops(7 * state + (2 * CONV_TAPS - 1) * convolved, 14 * state + (4 * CONV_TAPS - 1) * convolved)
 
@@ -84,7 +84,7 @@ class DeltaSpec(AffineSpec):
         return 142 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
-        sizes, e = Sizes.of(load.shape), load.element_bytes
+        sizes, e = DeltaSizes.of(load.shape), load.element_bytes
         h, H, K, V = sizes
         elements = GROUP_ELEMENTS if load.on_cpu else DEVICE_GROUP_ELEMENTS
         rows = load.tokens / load.tokens_here
@@ -99,7 +99,7 @@ class DeltaSpec(AffineSpec):
         return self.summed_bytes(load) + self._taps_bytes(load)
 
     def map_bytes(self, load: Load) -> tuple[float, float]:
-        _, H, K, V = Sizes.of(load.shape)
+        _, H, K, V = DeltaSizes.of(load.shape)
         return 4 * H * K * K, 4 * H * K * V
 
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
@@ -107,7 +107,7 @@ class DeltaSpec(AffineSpec):
 
     def _taps_bytes(self, load: Load) -> float:
         """Of the convolution's last tokens."""
-        return load.element_bytes * Sizes.of(load.shape).convolved * (CONV_TAPS - 1)
+        return load.element_bytes * DeltaSizes.of(load.shape).convolved * (CONV_TAPS - 1)
 
 
 DELTA = DeltaSpec()

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer, room_after
 from tost_lm.mixers.softmax.attention import attend_one, attend_packed, attend_rows
 from tost_lm.mixers.softmax.cache import KeysAndValues, KeyValueSlots, KeyValueState, append, last
-from tost_lm.mixers.softmax.settings import Sizes, SoftmaxShape
+from tost_lm.mixers.softmax.settings import SoftmaxShape, SoftmaxSizes
 from tost_lm.mixers.softmax.tiles import KeyValueTiles, attend_tile
 from tost_lm.ops.norms import ZeroCenteredRmsNorm
 from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
@@ -28,7 +28,7 @@ class SoftmaxMixer(TokenMixer):
     def __init__(self, shape: SoftmaxShape):
         super().__init__()
         self.heads, self.kv_heads = shape.heads, shape.own.kv_heads or shape.heads
-        sizes, of_keys = Sizes.of(shape), self.heads // self.kv_heads
+        sizes, of_keys = SoftmaxSizes.of(shape), self.heads // self.kv_heads
         self.head_size, self.gated = sizes.head, shape.own.gate
         self.groups = (of_keys, 1, 1, of_keys) if self.gated else (of_keys, 1, 1)
         """The sizes of q, k, v and the gate."""
@@ -97,7 +97,7 @@ def _qk_norm(shape: SoftmaxShape, channels: int) -> nn.Module | None:
     """The norm of queries or keys, `channels` of all heads."""
     if not shape.own.qk_norm:
         return None
-    channels = channels if shape.own.qk_norm == "all-heads" else Sizes.of(shape).head
+    channels = channels if shape.own.qk_norm == "all-heads" else SoftmaxSizes.of(shape).head
     return (ZeroCenteredRmsNorm if shape.zero_centered else nn.RMSNorm)(channels, eps=shape.norm_epsilon)
 
 

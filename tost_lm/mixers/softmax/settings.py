@@ -32,7 +32,7 @@ class SoftmaxSettings(Section):
 SoftmaxShape = MixerShape[SoftmaxSettings]
 
 
-class Sizes(NamedTuple):
+class SoftmaxSizes(NamedTuple):
     """Channels of a softmax layer."""
 
     head: int
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
     gate: int
 
     @classmethod
-    def of(cls, shape: SoftmaxShape) -> "Sizes":
+    def of(cls, shape: SoftmaxShape) -> "SoftmaxSizes":
         own, head = shape.own, shape.own.head_size or shape.width // shape.heads
         queries = head * shape.heads
         return cls(head, queries, head * (own.kv_heads or shape.heads), queries if own.gate else 0)

@@ -18,7 +18,7 @@ what was received. Without a window they gather those of the earlier tiles one b
 """
 
 from tost_lm.mixers.shape import Rotary
-from tost_lm.mixers.softmax.settings import Sizes, SoftmaxShape
+from tost_lm.mixers.softmax.settings import SoftmaxShape, SoftmaxSizes
 from tost_lm.mixers.spec import BLOCK_LAUNCHES, NO_FLOPS, Flops, GatheredTokens, Load, MixerSpec, OwnNumbers
 
 
@@ -53,7 +53,7 @@ class SoftmaxSpec(MixerSpec):
         own = shape.own
         if not own.rope_theta:
             return None
-        return Rotary(int(Sizes.of(shape).head * own.rotary_fraction), own.rope_theta, own.rope_scaling_factor)
+        return Rotary(int(SoftmaxSizes.of(shape).head * own.rotary_fraction), own.rope_theta, own.rope_scaling_factor)
 
     def kept_tokens(self, shape: SoftmaxShape) -> int | None:
         return shape.own.window or None
@@ -69,21 +69,21 @@ class SoftmaxSpec(MixerSpec):
         return None
 
     def channels_in(self, shape: SoftmaxShape) -> int:
-        return Sizes.of(shape).projected
+        return SoftmaxSizes.of(shape).projected
 
     def channels_out(self, shape: SoftmaxShape) -> int:
-        return Sizes.of(shape).queries
+        return SoftmaxSizes.of(shape).queries
 
     def own_numbers(self, shape: SoftmaxShape) -> OwnNumbers:
         """The scales of the norms of queries and keys."""
         if not shape.own.qk_norm:
             return OwnNumbers(0, 0, 0, 0)
-        head, queries, keys, _ = Sizes.of(shape)
+        head, queries, keys, _ = SoftmaxSizes.of(shape)
         return OwnNumbers(0, 0, queries + keys if shape.own.qk_norm == "all-heads" else 2 * head, 2)
 
     def attention_flops(self, shape: SoftmaxShape, tokens: int) -> Flops:
         window = min(shape.own.window or tokens, tokens)
-        forward = 4 * Sizes.of(shape).queries * (window - window * (window - 1) / (2 * tokens))
+        forward = 4 * SoftmaxSizes.of(shape).queries * (window - window * (window - 1) / (2 * tokens))
         return Flops(forward, 2 * forward)
 
     def operator_flops(self, shape: SoftmaxShape) -> Flops:
@@ -94,7 +94,7 @@ class SoftmaxSpec(MixerSpec):
 
     def stored_bytes(self, load: Load) -> float:
         shape, e, ranks = load.shape, load.element_bytes, load.sequence
-        _, C, kv, gate = Sizes.of(shape)
+        _, C, kv, gate = SoftmaxSizes.of(shape)
         read = C + kv  # queries and keys
         changed = shape.own.rope_theta or shape.own.qk_norm
         if ranks > 1:
@@ -127,14 +127,14 @@ class SoftmaxSpec(MixerSpec):
 
     def state_bytes(self, load: Load) -> float:
         window = load.shape.own.window
-        return 2 * load.element_bytes * Sizes.of(load.shape).keys * (window - 1 if window else load.tokens_here)
+        return 2 * load.element_bytes * SoftmaxSizes.of(load.shape).keys * (window - 1 if window else load.tokens_here)
 
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
         return 0.0
 
     def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
         window, here = load.shape.own.window, tokens / load.sequence
-        return GatheredTokens(min(here, max(1, window - 1)) if window else here, 2 * Sizes.of(load.shape).keys)
+        return GatheredTokens(min(here, max(1, window - 1)) if window else here, 2 * SoftmaxSizes.of(load.shape).keys)
 
 
 SOFTMAX = SoftmaxSpec()

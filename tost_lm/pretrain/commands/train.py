@@ -96,7 +96,7 @@ def _is_done(start: "StartPoint") -> bool:
 def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "TasksInTraining | None":
     """The evaluation during training. Raises ConfigError or DataError, as `TasksInTraining.find`."""
     settings = config.evaluation
-    if settings.every is None:
+    if settings.interval is None:
         return None
     from tost_lm.tasks.in_training import TasksInTraining
 
