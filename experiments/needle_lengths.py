@@ -1,7 +1,7 @@
-"""Train the model of the recipe `recall` with three kinds of layers, and find needles beyond the trained length.
+"""Train the model of the recipe recall with three kinds of layers, and find needles beyond the trained length.
 
     make demo                                    (once: the corpora embedded and passages)
-    python -m experiments.needle_lengths BOOKS.txt
+    python -m experiments.needle_lengths needle_lengths.books=BOOKS.txt
     python docs/draw.py
 
 BOOKS.txt is any text that no model has seen. Trainings are in runs/needle_lengths, results in results/needle_lengths, a
@@ -9,11 +9,13 @@ file for each form and seed; one that exists is not measured again.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from experiments.commands import ROOT, run_tost
+from tost_lm.config import Section, run_program
 from tost_lm.errors import DataError
 from tost_lm.files import sha256_file, write_atomically
 from tost_lm.inference.evaluated import EvaluatedCheckpoint, read_result_file
@@ -32,7 +34,21 @@ SEEDS = range(3)
 LENGTHS, SAMPLES, DEPTHS = [256, 1024, 4096, 16384], 10, [0.0, 0.5, 1.0]
 
 
-def main(books: Path) -> None:
+class NeedleLengthsSettings(Section):
+    """The second text."""
+
+    books: Path
+    """A UTF-8 file that no model has seen."""
+
+
+class NeedleLengthsConfig(Section):
+    """Settings of `python -m experiments.needle_lengths`."""
+
+    needle_lengths: NeedleLengthsSettings = Field(default_factory=dict, validate_default=True)
+
+
+def main(_: Path | None, config: NeedleLengthsConfig) -> None:
+    books = config.needle_lengths.books.resolve()
     if not books.is_file():
         raise DataError(f"{books}: no such file; give a UTF-8 text of {LENGTHS[-1]:,} tokens or more")
     for seed in SEEDS:
@@ -61,6 +77,10 @@ def measured(form: str, settings: list[str], seed: int, books: Path) -> dict[str
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    main(Path(sys.argv[1]).resolve())
+    run_program(
+        main,
+        name="experiments.needle_lengths",
+        doc=__doc__ or "",
+        positional="[CONFIG]",
+        config=NeedleLengthsConfig,
+    )

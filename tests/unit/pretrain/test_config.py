@@ -173,7 +173,7 @@ def test_a_branch_has_the_steps_after_its_checkpoint(tmp_path: Path):
 
 
 def test_the_files_of_test_sets_read_back(tmp_path: Path):
-    tables = '[data]\nfolder = "a"\n[evaluation]\nevery = 5\ntasks = ["x@y"]\n[evaluation.sets]\nx = "d/x.txt"\n'
+    tables = '[data]\nfolder = "a"\n[evaluation]\ninterval = 5\ntasks = ["x@y"]\n[evaluation.sets]\nx = "d/x.txt"\n'
     config = read(tmp_path, tables)
     assert config.evaluation.sets == {"x": Path("d/x.txt")}
     (tmp_path / "written.toml").write_text(to_toml(config))
