@@ -70,10 +70,10 @@ def draw_recall() -> Figure:
     """Lines: means over seeds; areas: from the lowest to the highest seed."""
     results = [json.loads(path.read_text()) for path in (CHECKOUT / "results/needle_lengths").glob("*.json")]
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True, layout="constrained")
+    lengths = sorted({cell["length"] for result in results for text in TEXTS for cell in result[text]})
     for axis, (text, title) in zip(axes, TEXTS.items(), strict=True):
         for form, label in FORMS.items():
             runs = [_accuracies(result[text]) for result in results if result["form"] == form]
-            lengths = list(runs[0])
             columns = [[100 * run[length] for run in runs] for length in lengths]
             (line,) = axis.plot(lengths, list(map(fmean, columns)), marker="o", label=label)
             axis.fill_between(
@@ -92,9 +92,11 @@ def draw_recall() -> Figure:
 
 
 def _accuracies(cells: list[dict]) -> dict[int, float]:
-    """By length, over all depths."""
-    lengths = sorted({cell["length"] for cell in cells})
-    return {n: fmean(cell["choice_accuracy"] for cell in cells if cell["length"] == n) for n in lengths}
+    """By length, over all depths, which have equally many examples."""
+    return {
+        length: fmean(cell["choice_accuracy"] for cell in cells if cell["length"] == length)
+        for length in {cell["length"] for cell in cells}
+    }
 
 
 if __name__ == "__main__":

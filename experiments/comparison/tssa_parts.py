@@ -146,7 +146,7 @@ class TssaWithParts(TokenMixer):
         return self.out_proj(y_BTHD.flatten(-2)), PartsState(energy_NHD, weighted_NHE, last_NKC)
 
     def mix(self, w_BTHD: Tensor, state: PartsState | None, info: SequenceInfo) -> tuple[Tensor, Tensor, Tensor]:
-        """TSSA with the membership `energy-share`, and both sums after each document."""
+        """TSSA with the published memberships, and both sums after each document."""
         dtype = statistics_dtype(w_BTHD)
         log_decay_H = -self.log_rate.to(dtype).exp() if self.log_rate is not None else self.temp.new_zeros(self.heads)
         squares = w_BTHD.to(dtype).square()

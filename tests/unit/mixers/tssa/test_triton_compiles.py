@@ -38,7 +38,7 @@ def check_kernels(kernels: list[dict]) -> None:
 def test_few_instructions_are_executed_for_each_token_and_channel():
     """At most half of 82 in the forward pass, and 60 % of 208 in the backward pass. A thread that held 32 tokens of one
     channel, with divisions and masks, executed those. The scans are not included."""
-    kernels = compile_kernels("bfloat16 12 64 energy-share 0 128,192")
+    kernels = compile_kernels("bfloat16 12 64 bias 0 128,192")
     check_kernels(kernels)
     assert max(kernel["registers"] for kernel in kernels) <= 128
     executed = {True: 0.0, False: 0.0}
