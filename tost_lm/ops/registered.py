@@ -121,7 +121,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     *in_graph, handle = ctx.saved_tensors
-    given = [d is not None for d in gradients[:-1]]  # the last result is the handle
+    gradients = gradients[:-1]  # the last result is the handle; zeros for it would need a C++ compiler
+    given = [d is not None for d in gradients]
     differentiated = [*ctx.differentiated, *(False for _ in given)]
     found = iter(
         torch.ops.tost_lm.backward(handle, [d for d in gradients if d is not None], given, in_graph, differentiated)

@@ -1,6 +1,7 @@
 """Compiled blocks: one graph for each kind of layer, the same numbers, and no new graph for other documents."""
 
 import gc
+import operator
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from other_forms import other_forms
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.library import opcheck
 
@@ -115,6 +118,22 @@ def test_other_documents_and_other_tokens_need_no_new_graph():
     with torch.no_grad():
         model(TOKENS_BT[:1])
     assert graphs() == 6
+
+
+@pytest.mark.parametrize("pattern", "TDA")
+def test_graphs_compute_nothing_on_the_host(pattern: str, monkeypatch: pytest.MonkeyPatch):
+    """Only handles are there. An operation on one would need a C++ compiler on each GPU machine, and its time."""
+    nodes: list[Any] = []
+
+    def collect(graph: Any, _: Any) -> Any:
+        nodes.extend(graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(torch_internals, "_compile_for_any_address", aot_autograd(fw_compiler=collect))
+    loss_and_gradients(compile_blocks(drawn_model(pattern)), ROWS["packed"], with_states=False)
+    computed = [node for node in nodes if node.op == "call_function" and node.target is not operator.getitem]
+    assert any("tost_lm.backward" in str(node.target) for node in computed)
+    assert not [node for node in computed if getattr(node.meta["val"], "dtype", None) == torch.int64]
 
 
 @pytest.mark.parametrize(
