@@ -58,15 +58,15 @@ class Sizes(NamedTuple):
 
     rows: int
     tokens: int
-    delta_rows: int
-    delta_tokens: int
+    delta: tuple[int, int]
+    delta_large: tuple[int, int]
     decoded: int
     shape: dict[str, Any]
 
 
 SIZES = {
-    "cuda": Sizes(60, 1024, 8, 4096, 64, {}),  # the micro-batches of the recipes
-    "cpu": Sizes(4, 64, 2, 128, 2, {"layers": 4, "heads": 8, "width": 64, "vocab_size": 256}),
+    "cuda": Sizes(60, 1024, (8, 4096), (1, 8192), 64, {}),  # the micro-batches of the recipes
+    "cpu": Sizes(4, 64, (2, 128), (1, 256), 2, {"layers": 4, "heads": 8, "width": 64, "vocab_size": 256}),
 }
 LAUNCHES, PRODUCTS_QUEUED = 2000, 10
 STEPS = 3
@@ -99,9 +99,7 @@ def device_rates(device: str) -> Cells:
     copied = copy_bandwidth(device)
     value = f"{copied['bytes_per_second'] / 1e9:,.0f} GB/s"
     yield {"case": "copy", "value": value, "beside": "read and written", **copied}
-    products = _products_of_layers(device)
-    yield _products("matrix products, queued", products, device)
-    yield _products("matrix product of an MLP", products[6:7], device)
+    yield _products("matrix products of a layer, queued", _products_of_layers(device), device)
     if device == "cuda":
         a, b = torch.randn(2, 8192, 8192, device=device, dtype=torch.bfloat16)
         yield _products("square matrix products, queued", [(a, b)], device)
@@ -143,7 +141,8 @@ def _products(case: str, factors: list[tuple[torch.Tensor, torch.Tensor]], devic
 def training_step(device: str) -> Cells:
     """The step of owt_tost_base, eager and compiled, and the losses of both against those in float32.
 
-    LayerScale is 1, so that losses depend on the blocks; times do not depend on it.
+    LayerScale is 1, so that losses depend on the blocks; times do not depend on it. Gradient norms are not compared: a
+    few first tokens of documents with small projections dominate them, and rounding to bfloat16 changes those.
     """
     sizes = SIZES[device]
     settings = _model(device, "tost-base", layer_scale=1.0)
@@ -151,33 +150,31 @@ def training_step(device: str) -> Cells:
     losses = {}
     for how in ("eager", "compiled", "float32"):
         step = Step(settings, batches, device, bfloat16=how != "float32", compiled=how == "compiled")
-        outcomes = [step() for _ in range(STEPS)]
-        losses[how] = [[outcome.loss for outcome in outcomes], [outcome.grad_norm for outcome in outcomes]]
+        losses[how] = torch.tensor([step().loss for _ in range(STEPS)])
         if how != "float32":
             yield step.measured(f"tost-base, {sizes.rows} × {sizes.tokens:,} tokens, {how}", sizes.tokens)
         del step
         free_memory(device)
-    eager, compiled, exact = (torch.tensor(losses[how]) for how in ("eager", "compiled", "float32"))
+    eager, compiled, exact = (losses[how] for how in ("eager", "compiled", "float32"))
     errors = [float((x - exact).norm() / exact.norm()) for x in (compiled, eager)]
     yield {
-        "case": f"losses and gradient norms of {STEPS} compiled steps", "value": f"error {errors[0]:.2e}",
-        "beside": f"{errors[1]:.2e} eager, both against float32", "found": losses,
-        **_failure(lambda: [assert_as_accurate(*x, "losses, norms") for x in zip(compiled, eager, exact, strict=True)]),
+        "case": f"losses of {STEPS} compiled steps", "value": f"error {errors[0]:.2e}",
+        "beside": f"{errors[1]:.2e} eager, both against float32",
+        "found": {how: found.tolist() for how, found in losses.items()},
+        **_failure(partial(assert_as_accurate, compiled, eager, exact, "losses")),
     }  # fmt: skip
 
 
 def delta_step(device: str) -> Cells:
-    """The compiled step of delta_350m, with wider keys where its own have no kernels. fla-core tunes for minutes."""
-    sizes, shape = SIZES[device], DeltaSizes.of(_model(device, "delta-350m").shape_of("D"))
-    wide = {"qk_heads": shape.key_heads // 2, "qk_size": 2 * shape.key_size, "value_size": 2 * shape.value_size}
-    for delta in ({}, wide):
-        settings = _model(device, "delta-350m", delta=delta)
-        case = f"delta-350m, keys of {DeltaSizes.of(settings.shape_of('D')).key_size} channels"
+    """The compiled steps of delta_350m and of the first stage of delta_1b_8k_128k. fla-core tunes for minutes."""
+    sizes = SIZES[device]
+    for preset, rows, tokens in (("delta-350m", *sizes.delta), ("delta-1b", *sizes.delta_large)):
+        settings = _model(device, preset)
         if missing := _missing_kernels(settings, device):
-            yield {"case": case, "failed": f"not tried: {missing}"}
+            yield {"case": preset, "failed": f"not tried: {missing}"}
         else:
-            yield packed_step(case, settings, sizes.delta_rows, sizes.delta_tokens, device)
-            return
+            yield packed_step(preset, settings, rows, tokens, device)
+            free_memory(device)
 
 
 def packed_step(case: str, settings: ModelConfig, rows: int, tokens: int, device: str) -> dict[str, Any]:
@@ -339,8 +336,9 @@ def gpu_tests(device: str) -> Cells:
     yield cell
     if "failed" in cell:
         yield run_tests([resumed], CUDA_LAUNCH_BLOCKING="1")
-    yield run_tests([waits])
-    others = ["tests/gpu", f"--ignore={resumed}", f"--ignore={waits}"]
+    soon = ["-o", "timeout=60"]  # a test that hangs ends with its traceback
+    yield run_tests([waits, *soon])
+    others = ["tests/gpu", *soon, f"--ignore={resumed}", f"--ignore={waits}"]
     if device == "cuda":
         others += ["tests/unit/ops/test_cross_entropy_triton.py"]
         others += ["-n", "8"] if find_spec("xdist") else []

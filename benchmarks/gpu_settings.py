@@ -19,11 +19,11 @@ class Part(NamedTuple):
 PARTS = {
     "device": Part(30, "rates of copies, launches and matrix products"),
     "training step": Part(100, "a compiled step of tost-base: losses as in float32, MFU, all kernels by class"),
-    "two ranks": Part(90, "ranks over NCCL in each parallel layout, with the losses of one rank; a lost rank"),
+    "two ranks": Part(150, "ranks over NCCL in each parallel layout, with the losses of one rank; a lost rank"),
     "plain loop": Part(70, "the time of a step beside that of a plain PyTorch loop"),
     "decoding": Part(45, "the time of a decoded token"),
-    "tests": Part(120, "a compiled run that is killed and resumes; waits; kernels of all operators"),
-    "delta step": Part(400, "a compiled step of delta_350m, with the kernels of fla-core"),
+    "tests": Part(150, "a compiled run that is killed and resumes; waits; kernels of all operators"),
+    "delta step": Part(400, "compiled steps of delta_350m and delta_1b, with the kernels of fla-core"),
 }
 """The parts in the order in which they run."""
 

@@ -49,6 +49,7 @@ interval = 3
 [run]
 name = "killed"
 log_interval = 1
+loggers = []
 device = "{DEVICE}"
 """
 

@@ -1,6 +1,5 @@
 """Where training on a GPU waits: micro-batches of packed documents nowhere, and a step not in DeepSpeed."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from benchmarks.engine import engine_of
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch, _on_host, prefetched
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.parallel.mesh import stop_world
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import tile, tiled_loss
 
@@ -24,7 +22,7 @@ T, VOCAB, DEVICE = 512, 64, "cuda"
 
 
 def settings() -> ModelConfig:
-    shape = {"layers": 4, "heads": 4, "width": 64, "vocab_size": VOCAB, "max_positions": T}
+    shape = {"layers": 3, "heads": 4, "width": 64, "vocab_size": VOCAB, "max_positions": T}
     return validate(ModelConfig, {"pattern": "TDA", "softmax": {"window": 40}, **shape}, "test")
 
 
@@ -63,10 +61,9 @@ def test_batches_come_through_pinned_memory_without_a_wait(tmp_path: Path):
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["float32", "bfloat16"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+def engine(request: pytest.FixtureRequest) -> Any:
     pytest.importorskip("deepspeed")
-    yield engine_of(settings(), DEVICE, bfloat16=request.param)
-    stop_world()
+    return engine_of(settings(), DEVICE, bfloat16=request.param)
 
 
 @pytest.mark.parametrize("throughput_timer", [False, True])
