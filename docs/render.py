@@ -71,11 +71,14 @@ def gpu(_: str) -> str:
     rows = []
     found = [(record["machine"]["device"], cell) for record in _gpu_records() for cell in record["cells"]]
     for name, part in GPU_PARTS.items():
-        # Cells without a time are those of earlier forms of the program, which the page describes in words.
-        shown = [(device, cell) for device, cell in found if cell["part"] == name and "time" in cell]
+        shown = [(device, cell) for device, cell in found if cell["part"] == name]
+        before = None
         for device, cell in shown:
             result = cell.get("failed") or "; ".join(filter(None, [cell["value"], cell["beside"]]))
-            rows.append((name, cell.get("case", ""), f"{device}, {cell['time'][:10]}", result))
+            where = name, f"{device}, {cell['time'][:10]}"
+            part_name, by = ("", "") if where == before else where
+            rows.append((part_name, cell.get("case", ""), by, result))
+            before = where
         if not shown:
             rows.append((name, part.shows, "no GPU", ""))
     return table(("part", "case", "shown by", "result"), rows)

@@ -28,13 +28,9 @@ from tost_lm.sizes import CAST_ELEMENTS
 
 KERNEL_SECONDS = 2.3e-6
 """Time of a kernel of any size, beside that of its bytes: TSSA at three lengths."""
-# Fractions of a copy's bandwidth.
-CONVERSION = 0.5
-"""An operation on bfloat16 with a float32 result, in PyTorch: 25 of norms in the steps with 8,192 and 12,288 tokens."""
-BROADCAST = 0.37
-"""A product with a vector, in PyTorch: the 48 products with LayerScale of the step with 12 × 1,024 tokens."""
-WEIGHT_GRADIENT = 0.16
-"""The gradient of a norm's weight, in PyTorch: the 25 of the same step."""
+EAGER, COMPILED = 0.55, 0.67
+"""Fractions of a copy's bandwidth that operations between products, mixers and loss reach: the steps of tost-base with
+60 × 1,024 tokens."""
 MODEL_LAUNCHES = 23
 """Operations outside the blocks for a tile of a micro-batch: embedding, last norm and loss."""
 UPDATE_LAUNCHES = 24
@@ -154,29 +150,28 @@ def elementwise_bytes_per_token(config: PlanConfig) -> float:
     In bytes per channel. Each half of a layer, forward: norm 2·e, residual sum 8 + e; backward: norm 3·e and, for its
     weight's gradient, 2·e, gradient sum 12. In bfloat16 also conversions of the float32 residual stream, 4 + e each:
     forward 1, backward 2. LayerScale: forward 2·e, backward 2·e, and for its own gradient 4·e. Per hidden channel: GELU
-    2·e and 3·e, SwiGLU 5·e and 13·e. In bfloat16 the residual sum and one conversion of the backward have float32
-    results of bfloat16. Outside the blocks: the last norm, and 8·(1 + e) of the embedding and its gradient.
+    2·e and 3·e, SwiGLU 5·e and 13·e. Outside the blocks: the last norm, and 8·(1 + e) of the embedding and its
+    gradient.
 
     Compiled, a half reads and writes once: forward stream, its sum with the branch, and the next norm's output 8 + 2·e
     (of the first norm in a block also the stream, 4); backward the gradient of the branch 4 + 2·e, and of the norm
     8 + 2·e, with its weight's gradient and LayerScale's 2·e more. SwiGLU takes 3·e and 5·e.
     """
     e, model, scaled = ELEMENT_BYTES[config.train.dtype], config.model, bool(config.model.layer_scale)
-    convert, rate = (4 + e, CONVERSION) if e < 4 else (0, 1)
-    norm = convert * (1 + 1 / rate) + 5 * e + 2 * e / WEIGHT_GRADIENT
+    convert = 4 + e if e < 4 else 0
     if config.train.compile:
         forward, backward = 10 + 2 * e, 12 + (6 if scaled else 5) * e
         of_mlp = (3 * e, 5 * e) if model.mlp == "swiglu" else (2 * e, 3 * e)
     else:
-        forward = convert + 2 * e + (8 + e) / rate + scaled * 2 * e / BROADCAST
-        backward = convert * (1 + 1 / rate) + 3 * e + 2 * e / WEIGHT_GRADIENT + 12
-        backward += scaled * (2 * e / BROADCAST + 4 * e)
+        forward = convert + 8 + (5 if scaled else 3) * e
+        backward = 2 * convert + 12 + (11 if scaled else 5) * e
         of_mlp = (5 * e, 13 * e) if model.mlp == "swiglu" else (2 * e, 3 * e)
     hidden = model.mlp_width / model.width
     mixers = mixer_forwards(config) * forward + backward
     mlps = mlp_forwards(config) * (forward + of_mlp[0] * hidden) + backward + of_mlp[1] * hidden
-    embedding = 2 * (4 + e) + 6 * e
-    return (model.layers * (mixers + mlps) + norm + embedding) * model.width
+    outside = 3 * convert + 7 * e + 2 * (4 + e) + 6 * e
+    at_rate = (model.layers * (mixers + mlps) + outside) * model.width
+    return at_rate / (COMPILED if config.train.compile else EAGER)
 
 
 def bytes_moved_by_loss(config: PlanConfig) -> float:
