@@ -29,6 +29,7 @@ from torch.cuda import nccl
 from benchmarks import measure
 from benchmarks.engine import engine_of, packed_batches, uses_deepspeed
 from benchmarks.gpu_two_ranks import SHOW_S, two_ranks
+from benchmarks.gpu_warm_up import compile_kernels
 from benchmarks.measure import in_units, interleaved_seconds, median_seconds, peak_extra_bytes
 from benchmarks.operator import copy_bandwidth
 from benchmarks.plain import block as plain_block
@@ -166,10 +167,12 @@ def training_step(device: str) -> Cells:
 
 
 def delta_step(device: str) -> Cells:
-    """The compiled steps of delta_350m and of the first stage of delta_1b_8k_128k. fla-core tunes for minutes."""
+    """The compiled steps of delta_350m and of the first stage of delta_1b_8k_128k."""
     sizes = SIZES[device]
     for preset, rows, tokens in (("delta-350m", *sizes.delta), ("delta-1b", *sizes.delta_large)):
         settings = _model(device, preset)
+        if device == "cuda":
+            compile_kernels(preset, rows, tokens)
         if missing := _missing_kernels(settings, device):
             yield {"case": preset, "failed": f"not tried: {missing}"}
         else:
@@ -388,8 +391,7 @@ def _model(device: str, preset: str, **others: Any) -> ModelConfig:
 
 def _missing_kernels(settings: ModelConfig, device: str) -> str | None:
     """Why D layers would not train with the kernels of fla-core."""
-    delta = DeltaSizes.of(settings.shape_of("D"))
-    return fla.missing_in_training(torch.device(device), delta.key_size, delta.value_size)
+    return fla.missing_in_training(torch.device(device), DeltaSizes.of(settings.shape_of("D")))
 
 
 def _batch(rows: int, tokens: int, settings: ModelConfig, device: str, seed: int = 0) -> MicroBatch:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,6 +17,7 @@ from benchmarks import gpu
 from benchmarks.gpu_ranks import LAYOUTS
 from benchmarks.gpu_settings import PARTS, GpuBenchmarkConfig
 from benchmarks.gpu_two_ranks import compared
+from benchmarks.gpu_warm_up import try_share
 from benchmarks.measure import CHECKOUT, read_cells, results_file
 from tost_lm.errors import TostError
 
@@ -91,3 +93,17 @@ def test_losses_that_differ_fail():
     assert "failed" not in compared([6.0, 5.0], [6.0, 5.004])
     assert compared([6.0, 5.0], [6.0, 5.006])["failed"] == "losses differ by 1.2e-03"
     assert "failed" in compared([6.0, float("nan")], [6.0, 5.0])
+
+
+def test_processes_share_the_variants_of_a_kernel(monkeypatch: pytest.MonkeyPatch):
+    autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
+    every = autotuner.prune_configs
+    tuner = SimpleNamespace(configs=list(range(5)), early_config_prune=None, perf_model=None)
+    shares = []
+    for index in range(3):
+        monkeypatch.setattr(autotuner, "prune_configs", every)
+        try_share(index, 3)
+        shares.append(autotuner.prune_configs(tuner, {}))
+    assert shares == [[0, 3], [1, 4], [2]]
+    tuner.configs = ["the only one"]
+    assert autotuner.prune_configs(tuner, {}) == ["the only one"]

@@ -18,6 +18,7 @@ from torch.linalg import vector_norm
 from torch.torch_version import TorchVersion
 
 from tost_lm.mixers.delta.chunked import delta_rule_chunks
+from tost_lm.mixers.delta.settings import DeltaSizes
 from tost_lm.ops.layout import LocalDocuments, int64_tensor
 
 LARGEST_KEY = 256
@@ -38,7 +39,9 @@ def obstacle(key: Tensor, value: Tensor, needs_gradient: bool) -> str | None:
     if key.shape[-1] > LARGEST_KEY:
         return f"keys have {key.shape[-1]} channels, but the kernels support up to {LARGEST_KEY}"
     if needs_gradient:
-        return missing_in_training(value.device, key.shape[-1], value.shape[-1])
+        return missing_in_training(
+            value.device, DeltaSizes(key.shape[-2], value.shape[-2], key.shape[-1], value.shape[-1])
+        )
     return None if find_spec("fla") else NOT_INSTALLED
 
 
@@ -46,19 +49,19 @@ NOT_INSTALLED = "the package fla-core is not installed"
 
 
 @cache
-def missing_in_training(device: torch.device, key_size: int, value_size: int) -> str | None:
-    """The reason why no training on this CUDA device uses the kernels, or None. The first call may take seconds."""
+def missing_in_training(device: torch.device, sizes: DeltaSizes) -> str | None:
+    """The reason why no training on this CUDA device uses the kernels, or None. The first call may compile them."""
     if not find_spec("fla"):
         return NOT_INSTALLED
     if not _guards_backward(device):
         return None
-    if has_wrong_blocks(key_size):
+    if has_wrong_blocks(sizes.key_size):
         return (
-            f"triton 3.4 to 3.7.0 miscompiles fla-core's kernels of keys of 33 to 64 channels, here {key_size}, for "
-            "Hopper GPUs; install torch>=2.12.1 or tilelang, or choose another model.delta.qk_size"
+            f"triton 3.4 to 3.7.0 miscompiles fla-core's kernels of keys of 33 to 64 channels, here {sizes.key_size}, "
+            "for Hopper GPUs; install torch>=2.12.1 or tilelang, or choose another model.delta.qk_size"
         )
     allow_right_blocks()
-    error = gradient_error(device, key_size, value_size)
+    error = gradient_error(device, sizes)
     if error > LARGEST_ERROR:
         return f"fla-core's kernels have relative errors of {error:.2g} in gradients here; install torch>=2.12.1"
     return None
@@ -94,15 +97,19 @@ def allow_right_blocks() -> None:
 
 
 def gradient_error(
-    device: torch.device, key_size: int, value_size: int, kernels: Callable[..., tuple[Tensor, Tensor]] | None = None
+    device: torch.device, sizes: DeltaSizes, kernels: Callable[..., tuple[Tensor, Tensor]] | None = None
 ) -> float:
-    """The largest relative error, by norm, of the gradients of `kernels` (None: those of fla-core) against PyTorch."""
+    """The largest relative error, by norm, of the gradients of `kernels` (None: those of fla-core) against PyTorch.
+
+    With the layer's own heads: Triton compiles the kernels for each number of heads, in minutes.
+    """
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=generator).to(device, torch.bfloat16)
-    M, keys = TESTED_TOKENS, [torch.nn.functional.normalize(draw(1, TESTED_TOKENS, 1, key_size), dim=-1) for _ in "qk"]
-    gates = [-draw(1, M, 2).abs().float(), draw(1, M, 2).float().sigmoid()]
-    inputs = [*keys, draw(1, M, 2, value_size), *gates, draw(2, 2, key_size, value_size).float()]
-    weights = draw(1, M, 2, value_size), draw(2, 2, key_size, value_size).float()
+    M, (h, H, K, V) = TESTED_TOKENS, sizes
+    keys = [torch.nn.functional.normalize(draw(1, M, h, K), dim=-1) for _ in "qk"]
+    gates = [-draw(1, M, H).abs().float(), draw(1, M, H).float().sigmoid()]
+    inputs = [*keys, draw(1, M, H, V), *gates, draw(2, H, K, V).float()]
+    weights = draw(1, M, H, V), draw(2, H, K, V).float()
     local = LocalDocuments.of(torch.tensor([0, 70, M]), 1, M, None)
 
     def gradients(rule: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype | None) -> Sequence[Tensor]:

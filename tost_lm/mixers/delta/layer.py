@@ -102,7 +102,8 @@ class DeltaMixer(TokenMixer):
 
     def missing_kernels(self) -> str | None:
         device = self.in_proj.weight.device
-        return missing_in_training(device, self.key_size, self.value_size) if device.type == "cuda" else None
+        sizes = DeltaSizes(self.key_heads, self.heads, self.key_size, self.value_size)
+        return missing_in_training(device, sizes) if device.type == "cuda" else None
 
 
 MIXER = DeltaMixer

@@ -13,6 +13,7 @@ from torch.nn.functional import normalize
 from tost_lm.mixers.delta import fla
 from tost_lm.mixers.delta.layer import DeltaMixer
 from tost_lm.mixers.delta.operator import delta_rule
+from tost_lm.mixers.delta.settings import DeltaSizes
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.testing import assert_as_accurate
 
@@ -100,11 +101,13 @@ def test_training_with_kernels_that_triton_miscompiles_is_refused(
     monkeypatch.setattr(fla, "version", lambda package: triton)
     monkeypatch.setattr(fla, "allow_right_blocks", lambda: None)
     errors = {32: 0.01, 128: 0.4}
-    monkeypatch.setattr(fla, "gradient_error", lambda device, key_size, value_size: errors[key_size])
+    monkeypatch.setattr(fla, "gradient_error", lambda device, sizes: errors[sizes.key_size])
 
     def layer_on(device: str, size: int) -> Any:
         weight = SimpleNamespace(device=torch.device(device))
-        return SimpleNamespace(in_proj=SimpleNamespace(weight=weight), key_size=size, value_size=size)
+        return SimpleNamespace(
+            in_proj=SimpleNamespace(weight=weight), key_heads=1, heads=1, key_size=size, value_size=size
+        )
 
     assert DeltaMixer.missing_kernels(layer_on("cpu", 64)) is None
     right, wrong_block, wrong = (DeltaMixer.missing_kernels(layer_on("cuda", size)) for size in (32, 64, 128))
@@ -164,5 +167,5 @@ def test_wrong_gradients_are_noticed(error: float):
         assert final is not None
         return y, final
 
-    found = fla.gradient_error(torch.device("cpu"), 16, 8, kernels)
+    found = fla.gradient_error(torch.device("cpu"), DeltaSizes(1, 2, 16, 8), kernels)
     assert 0 < found < 0.02 if not error else found > fla.LARGEST_ERROR
