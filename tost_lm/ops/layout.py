@@ -98,6 +98,20 @@ def int64_tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
     return to_device(torch.tensor(values), device)
 
 
+FLA_CHUNK_TOKENS = 64
+"""Tokens of a chunk of fla-core's kernels; the last chunk of a document may have fewer."""
+
+
+@cached_on_device(maxsize=32)
+def fla_documents(offsets: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+    """Arguments of fla-core's kernels for documents at `offsets`. It would itself copy `chunk_indices`, the document of
+    each chunk and the chunk's number in it, and wait for the device."""
+    layout = document_layout(offsets, FLA_CHUNK_TOKENS, torch.device("cpu"))
+    number_K = torch.arange(len(layout.document_K)) - layout.first_chunk_N1[layout.document_K]
+    indices_K2 = torch.stack([layout.document_K, number_K], 1)
+    return {"cu_seqlens": int64_tensor(offsets, device), "chunk_indices": to_device(indices_K2, device)}
+
+
 def read_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
     """The offsets of packed documents as Python integers. Synchronizes with the device of `cu_seqlens`.
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from tost_lm.ops.exchange import Shift, exchange
-from tost_lm.ops.layout import LocalDocuments, SequenceShard, int64_tensor
+from tost_lm.ops.layout import LocalDocuments, SequenceShard, fla_documents
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import statistics_dtype
 from tost_lm.ops.registered import Registered
@@ -92,8 +92,7 @@ def _kernel(
         weight_CK,
         initial_state=None if before_nPC is None else pad(before_nPC.to(x_BTC.dtype).mT, (1, 0)).contiguous(),
         output_final_state=output_final_state,
-        cu_seqlens=int64_tensor(local.offsets, x_BTC.device) if local.packed else None,
-        cu_seqlens_cpu=int64_tensor(local.offsets, torch.device("cpu")) if local.packed else None,  # no synchronization
+        **(fla_documents(local.offsets, x_BTC.device) if local.packed else {}),
     )
     return y_BTC, None if final_nCK is None else final_nCK.mT[:, 1:]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tost_lm.ops.layout import document_layout
+from tost_lm.ops.layout import FLA_CHUNK_TOKENS, document_layout, fla_documents
 
 
 def test_a_chunk_never_crosses_a_document():
@@ -20,3 +20,11 @@ def test_triton_compiles_nothing_again_for_other_documents(offsets: tuple[int, .
     tensors = [x for x in vars(document_layout(offsets, 4, torch.device("cpu"))).values() if isinstance(x, Tensor)]
     assert len(tensors) == 4
     assert [x.data_ptr() % 16 for x in tensors] == [0] * 4
+
+
+def test_documents_for_fla_have_the_chunks_that_it_would_copy():
+    index = pytest.importorskip("fla.ops.utils.index")
+    offsets = (0, 1, 3, 70, 200, 264)
+    found = fla_documents(offsets, torch.device("cpu"))
+    assert found["cu_seqlens"].tolist() == list(offsets)
+    assert torch.equal(found["chunk_indices"], index.prepare_chunk_indices(torch.tensor(offsets), FLA_CHUNK_TOKENS))

@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 from tost_lm.mixers.delta.chunked import delta_rule_chunks
 from tost_lm.mixers.delta.settings import DeltaSizes
-from tost_lm.ops.layout import LocalDocuments, int64_tensor
+from tost_lm.ops.layout import LocalDocuments, fla_documents
 
 LARGEST_KEY = 256
 RECURRENT_TOKENS = 64
@@ -145,9 +145,9 @@ def delta_rule(
         not needs_gradient(query, key, value, log_decay, beta, initial) and max(local.lengths) <= RECURRENT_TOKENS
     )
     kernel: Any = kernels.fused_recurrent_gated_delta_rule if recurrent else kernels.chunk_gated_delta_rule
-    offsets = {"cu_seqlens": int64_tensor(local.offsets, value.device)} if local.packed else {}
-    if local.packed and not recurrent:  # read on the CPU, without synchronization
-        offsets["cu_seqlens_cpu"] = int64_tensor(local.offsets, torch.device("cpu"))
+    documents = dict(fla_documents(local.offsets, value.device)) if local.packed else {}
+    if recurrent:
+        documents.pop("chunk_indices", None)
     y, final = kernel(
         q=query.to(value.dtype).contiguous(),
         k=key.to(value.dtype).contiguous(),
@@ -157,6 +157,6 @@ def delta_rule(
         scale=1.0,
         initial_state=initial.float().contiguous(),
         output_final_state=True,
-        **offsets,
+        **documents,
     )
     return y, final.to(initial.dtype)
