@@ -216,6 +216,12 @@ def _filled(path: Path) -> list[str]:
     return [cloze.filled(cloze.answer) for cloze in clozes(path)]
 
 
+def _cbt(kind: str, what: str) -> DataSet:
+    file = f"cbtest_{kind}_valid_2000ex.txt"
+    source = HubSource("cam-cst/cbt", kind, "validation", file, _stories)
+    return DataSet(f"cbt_{kind.lower()}", f"{what} of the Children's Book Test, {file}", source, texts=_filled)
+
+
 LAMBADA_OPENAI = DataSet(
     "lambada_openai",
     'OpenAI\'s variant of the LAMBADA test set: 5,153 JSON lines {"text": …}',
@@ -229,18 +235,7 @@ LAMBADA_STANDARD = DataSet(
     HubSource("cimec/lambada", None, "test", "lambada_standard.jsonl", _texts),
     texts=passages,
 )
-CBT_CN = DataSet(
-    "cbt_cn",
-    "Common nouns of the Children's Book Test, cbtest_CN_valid_2000ex.txt",
-    HubSource("cam-cst/cbt", "CN", "validation", "cbtest_CN_valid_2000ex.txt", _stories),
-    texts=_filled,
-)
-CBT_NE = DataSet(
-    "cbt_ne",
-    "Named entities of the Children's Book Test, cbtest_NE_valid_2000ex.txt",
-    HubSource("cam-cst/cbt", "NE", "validation", "cbtest_NE_valid_2000ex.txt", _stories),
-    texts=_filled,
-)
+CBT_CN, CBT_NE = _cbt("CN", "Common nouns"), _cbt("NE", "Named entities")
 
 FAMILY = Family(
     "missing_word",

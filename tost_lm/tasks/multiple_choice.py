@@ -165,6 +165,13 @@ def _answered(read: Callable[[Any], Question], path: Path) -> list[str]:
     return [f"{question.context} {question.choices[question.right]}" for question in found]
 
 
+def _arc(name: str, subset: str, lines: int) -> DataSet:
+    fields = 'question, choices {"text": […], "label": […]} and answerKey'
+    about = f"{subset}'s test set from the hub: {lines:,} JSON lines with {fields}"
+    source = HubSource("allenai/ai2_arc", subset, "test", f"{name}_test.jsonl")
+    return DataSet(name, about, source, lines=lines, texts=partial(_answered, ArcRow.read))
+
+
 HELLASWAG = DataSet(
     "hellaswag",
     "HellaSwag's validation set, hellaswag_val.jsonl: 10,042 JSON lines with activity_label, ctx_a, ctx_b, endings and "
@@ -173,22 +180,8 @@ HELLASWAG = DataSet(
     lines=10_042,
     texts=partial(_answered, HellaSwagRow.read),
 )
-ARC_EASY = DataSet(
-    "arc_easy",
-    'ARC-Easy\'s test set from the hub: 2,376 JSON lines with question, choices {"text": […], "label": […]} and '
-    "answerKey",
-    HubSource("allenai/ai2_arc", "ARC-Easy", "test", "arc_easy_test.jsonl"),
-    lines=2_376,
-    texts=partial(_answered, ArcRow.read),
-)
-ARC_CHALLENGE = DataSet(
-    "arc_challenge",
-    'ARC-Challenge\'s test set from the hub: 1,172 JSON lines with question, choices {"text": […], "label": […]} and '
-    "answerKey",
-    HubSource("allenai/ai2_arc", "ARC-Challenge", "test", "arc_challenge_test.jsonl"),
-    lines=1_172,
-    texts=partial(_answered, ArcRow.read),
-)
+ARC_EASY = _arc("arc_easy", "ARC-Easy", 2376)
+ARC_CHALLENGE = _arc("arc_challenge", "ARC-Challenge", 1172)
 PIQA = DataSet(
     "piqa",
     "PIQA's validation set from the hub: 1,838 JSON lines with goal, sol1, sol2 and label",

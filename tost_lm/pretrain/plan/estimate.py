@@ -65,13 +65,13 @@ def step_seconds(config: PlanConfig) -> Step:
     """Raises ConfigError when the device's peak is unknown or the batch is not divisible by the ranks."""
     cluster, again = config.cluster, recomputed_flops(config)
     tokens = config.batch_tokens / cluster.ranks  # per rank
-    rate, (in_operator, in_elementwise, in_loss) = tokens / peak(config), kernel_seconds(config)
+    rate = tokens / peak(config)
     found = Step(
         products=(model_flops(config).products.total + again.products) * rate / cluster.achieved_flops,
         attention=(model_flops(config).attention.total + again.attention) * rate / cluster.achieved_attention_flops,
-        operator=tokens * operator_bytes_per_token(config) / bandwidth(config) + in_operator,
-        elementwise=tokens * elementwise_bytes_per_token(config) / bandwidth(config) + in_elementwise,
-        loss=bytes_moved_by_loss(config) / bandwidth(config) + in_loss,
+        operator=tokens * operator_bytes_per_token(config) / bandwidth(config) + mixer_kernel_seconds(config),
+        elementwise=tokens * elementwise_bytes_per_token(config) / bandwidth(config),
+        loss=bytes_moved_by_loss(config) / bandwidth(config),
         optimizer=optimizer_seconds(config),
         launches=0.0,
         communication=sum(one.seconds(cluster) for one in collectives(config)),
@@ -84,15 +84,11 @@ def bandwidth(config: PlanConfig) -> float:
     return config.cluster.memory_gb_s * 1e9 * config.cluster.achieved_memory_bandwidth
 
 
-def kernel_seconds(config: PlanConfig) -> tuple[float, float, float]:
-    """Time that kernels of operators, elementwise and of the loss take in a step whatever their size."""
-    model, passes = config.model, config.micro_batches * tiles(config)
+def mixer_kernel_seconds(config: PlanConfig) -> float:
+    """Time that the kernels of operators take in a step whatever their size."""
     around = COMPILED_BLOCK_LAUNCHES if config.train.compile else BLOCK_LAUNCHES
-    in_mixers = operations_per_layer(config) - around - PRODUCTS
-    # PyTorch computes the gradients of a norm's input and weight in one operation with two kernels.
-    elementwise = around - PRODUCTS + (0 if config.train.compile else 2)
-    each = KERNEL_SECONDS * passes
-    return each * (in_mixers * model.layers), each * (elementwise * model.layers), each * MODEL_LAUNCHES
+    in_mixers = (operations_per_layer(config) - around - PRODUCTS) * config.model.layers
+    return KERNEL_SECONDS * config.micro_batches * tiles(config) * in_mixers
 
 
 def host_seconds(config: PlanConfig) -> float:
