@@ -7,11 +7,13 @@ It appends to the file CELLS a line of JSON with the machine, then one for each 
 """
 
 import gc
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -207,7 +209,7 @@ class Step:
     def measured(self, case: str, tokens: int) -> dict[str, Any]:
         """A cell with time, MFU, memory and all kernels, after a first step; `tokens` are those of a sequence."""
         seconds, peak = median_seconds(self, self.device), peak_extra_bytes(self, self.device)
-        in_passes, in_update = kernels_of_step(self, self.device)
+        in_passes, in_update, waits = kernels_of_step(self, self.device)
         classes = by_class(in_passes) | {"optimizer": _sums(in_update)}
         kernels = [*in_passes, *in_update]
         copies = sum(calls for name, _, calls in kernels if name.startswith("Mem"))
@@ -219,12 +221,14 @@ class Step:
             "beside": f"{'MFU unknown' if mfu is None else f'MFU {mfu:.1%}'}; kernels {_ms(busy)} in "
             f"{calls - copies:,} launches and {copies:,} copies; {in_units(peak)} more memory",
             "seconds": seconds, "tokens": self.tokens, "peak_bytes": peak, "mfu": mfu, "kernel_seconds": busy,
-            "launches": calls - copies, "copies": copies, "classes": classes, "kernels": kernels,
+            "launches": calls - copies, "copies": copies, "classes": classes, "kernels": kernels, "waits": waits,
         }  # fmt: skip
 
 
-def kernels_of_step(step: Callable[[Callable[[], None]], object], device: str) -> tuple[Kernels, Kernels]:
-    """Those of the forward and backward, and those of the update."""
+def kernels_of_step(
+    step: Callable[[Callable[[], None]], object], device: str
+) -> tuple[Kernels, Kernels, dict[str, float]]:
+    """Those of the forward and backward, those of the update, and the waits in the forward and backward."""
     passes, update = profiler(device), profiler(device)
 
     def before_update() -> None:
@@ -234,7 +238,7 @@ def kernels_of_step(step: Callable[[Callable[[], None]], object], device: str) -
     passes.start()
     step(before_update)
     stop(update, device)
-    return kernels_in(passes, device), kernels_in(update, device)
+    return kernels_in(passes, device), kernels_in(update, device), waits_in(passes)
 
 
 def profiler(device: str) -> torch.profiler.profile:
@@ -259,9 +263,23 @@ def by_class(kernels: Kernels) -> dict[str, tuple[float, int]]:
     """Seconds and calls of each class of `CLASSES`, and of the kernels in none: all kernels are counted, once."""
     of_class: dict[str, Kernels] = {name: [] for name in [*CLASSES, "others"]}
     for kernel in kernels:
-        name = next((name for name, words in CLASSES.items() if re.search(words, kernel[0])), "others")
-        of_class[name].append(kernel)
+        of_class[class_of(kernel[0])].append(kernel)
     return {name: _sums(found) for name, found in of_class.items() if found}
+
+
+def class_of(kernel: str) -> str:
+    return next((name for name, words in CLASSES.items() if re.search(words, kernel)), "others")
+
+
+def waits_in(profile: Any) -> dict[str, float]:
+    """Seconds in which the GPU computed nothing before a kernel of each class: the host was too slow."""
+    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    spans = sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
+    waits, done = defaultdict[str, float](float), math.inf
+    for start, end, name in spans:
+        waits[class_of(name)] += max(0, start - done) / 1e6
+        done = end if math.isinf(done) else max(done, end)
+    return dict(waits)
 
 
 def _sums(kernels: Kernels) -> tuple[float, int]:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from benchmarks import gpu
+from benchmarks.gpu_parts import waits_in
 from benchmarks.gpu_ranks import LAYOUTS
 from benchmarks.gpu_settings import PARTS, GpuBenchmarkConfig
 from benchmarks.gpu_two_ranks import compared
@@ -107,3 +108,14 @@ def test_processes_share_the_variants_of_a_kernel(monkeypatch: pytest.MonkeyPatc
     assert shares == [[0, 3], [1, 4], [2]]
     tuner.configs = ["the only one"]
     assert autotuner.prune_configs(tuner, {}) == ["the only one"]
+
+
+def test_waits_of_the_device_are_counted_before_the_kernel_that_came_late():
+    kernels = [("loss_kernel", 0, 4e3), ("Memset", 1e3, 2e3), ("triton_poi", 9e3, 10e3), ("loss_kernel", 10.5e3, 11e3)]
+    kind = SimpleNamespace(name="CUDA")
+    events = [
+        SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=end))
+        for name, start, end in reversed(kernels)
+    ]
+    waits = waits_in(SimpleNamespace(events=lambda: events))
+    assert waits == pytest.approx({"loss": 0.5e-3, "copies and fills": 0, "norms and pointwise, compiled": 5e-3})
