@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from other_forms import other_forms
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.library import opcheck
 
 from tost_lm import torch_internals
