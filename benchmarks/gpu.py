@@ -6,7 +6,7 @@
 
 Parts: rates of the device; a compiled step of tost-base at the size of its recipe, with its losses, MFU and kernels;
 two ranks on the GPU in each parallel layout, of which one is killed; the same layers in a plain PyTorch loop; decoding;
-the tests that need a GPU; a compiled step of the recipe delta_350m. At its time limit a part gets SIGINT, ten seconds
+the tests that need a GPU; compiled steps of delta_350m and delta_1b. At its time limit a part gets SIGINT, ten seconds
 later SIGKILL. Whatever ends it, its results so far and the end of its output are stored, and the next part runs. It
 runs from a checkout with torch, triton, numpy, pytest, safetensors, xxhash and pydantic; DeepSpeed, megatron-core and
 fla-core are used where they can be imported. Output: a table and all values in results/benchmarks/, and the output of
@@ -104,7 +104,7 @@ def run_part(part: str, device: str, limit_s: float) -> list[dict[str, Any]]:
         return []
     if process.returncode < 0 and not how:
         how = f"ended by {signal.Signals(-process.returncode).name}"
-    output = output_file(part).read_text(errors="replace").strip()
+    output = output_file(part).read_text(errors="replace").strip().replace(f"{measure.CHECKOUT}/", "")
     last = (output.splitlines() or ["no output"])[-1]
     return [{"failed": how or last, "traceback": output[-TRACEBACK_CHARACTERS:], "time": measure.now()}]
 
