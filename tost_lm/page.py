@@ -1,4 +1,4 @@
-"""Files of a report: report.md, report.html, and each figure as PNG, PDF and CSV.
+"""Files of a report: report.md, report.html, and each figure as PNG and CSV.
 
 The same data gives the same bytes. matplotlib belongs to the extra `report`, so it is imported on first use.
 """
@@ -37,24 +37,17 @@ class Chart:
     """Column names, each with the unit in parentheses."""
     rows: Sequence[Sequence[Any]]
 
-    def files(self) -> dict[str, bytes]:
-        """Content of the files by extension."""
-        return {
-            "png": self._drawn("png", dpi=130, metadata={"Software": None}),
-            "pdf": self._drawn("pdf", metadata={"CreationDate": None}),
-            "csv": self.table().encode(),
-        }
+    def picture(self) -> bytes:
+        """The figure as PNG."""
+        file = io.BytesIO()
+        self.drawing.savefig(file, format="png", dpi=130, metadata={"Software": None})
+        return file.getvalue()
 
     def table(self) -> str:
         """The data as CSV."""
         lines = io.StringIO()
         csv.writer(lines, lineterminator="\n").writerows([self.header, *self.rows])
         return lines.getvalue()
-
-    def _drawn(self, kind: str, **options: Any) -> bytes:
-        file = io.BytesIO()
-        self.drawing.savefig(file, format=kind, **options)
-        return file.getvalue()
 
 
 def new_figure(width: float, height: float) -> "tuple[Figure, Axes]":
@@ -63,19 +56,19 @@ def new_figure(width: float, height: float) -> "tuple[Figure, Axes]":
     return figure, axes
 
 
-def new_panels(width: float, height: float, columns: int, rows: int = 1, **shared: Any) -> "tuple[Figure, list[Axes]]":
-    """A figure with several pairs of axes, row by row; sizes in inches."""
+def new_panels(width: float, height: float, columns: int, **shared: Any) -> "tuple[Figure, list[Axes]]":
+    """A figure with several pairs of axes in a row; sizes in inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(rows, columns, squeeze=False, **shared).ravel())
+    return figure, list(figure.subplots(1, columns, squeeze=False, **shared).ravel())
 
 
-def shade(fraction: float, colours: str = "cividis") -> Any:
-    """A colour of one of matplotlib's colour maps."""
+def shade(fraction: float) -> Any:
+    """A colour of the colour map cividis."""
     from matplotlib import colormaps
 
-    return colormaps[colours](fraction)
+    return colormaps["cividis"](fraction)
 
 
 def line_data(x: str, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> dict[str, Any]:
@@ -110,17 +103,6 @@ def position_axis(axes: Any, label: str) -> None:
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel(label)
     axes.grid(alpha=0.3)
-
-
-def log_value_axis(axes: Any) -> None:
-    """A log axis for values that are already drawn, with plain numbers as tick labels."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
-
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(5))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def draw_heatmap(axes: Any, percent_RL: np.ndarray, lengths: Sequence[int], names: Sequence[str]) -> Any:
@@ -173,17 +155,15 @@ class Page:
         """A sentence about the files of the figures so far; empty if there are none."""
         if not self.charts:
             return ""
-        return f"Figures are in `{self.figures}/` as PNG and PDF, their data as CSV."
+        return f"Figures are in `{self.figures}/` as PNG, their data as CSV."
 
     def write(self, folder: Path, sections: Iterable[str]) -> Path:
         """Write all files into `folder` once all sections are complete. Returns the path of report.html."""
         markdown = to_markdown(sections)
-        pictures = {}
-        for name, chart in self.charts.items():
-            files = chart.files()
-            pictures[f"{name}.png"] = files["png"]
-            for ending, data in files.items():
-                write_atomically(folder / f"{name}.{ending}", data)
+        pictures = {f"{name}.png": chart.picture() for name, chart in self.charts.items()}
+        files = pictures | {f"{name}.csv": chart.table() for name, chart in self.charts.items()}
+        for name, content in files.items():
+            write_atomically(folder / name, content)
         write_atomically(folder / "report.md", markdown)
         write_atomically(folder / "report.html", to_html(markdown, pictures, self.title))
         return folder / "report.html"

@@ -3,7 +3,7 @@
     tost report runs/demo
 
 Writes report.html (one self-contained page) and report.md with training, validation and all evaluation results. Each
-figure is in eval/report/ as PNG, PDF and CSV. A model folder works like a run folder.
+figure is in eval/report/ as PNG and CSV. A model folder works like a run folder.
 
     tost report runs/small-seed0 runs/small-seed1 runs/large
 

@@ -1,7 +1,7 @@
 """Sections of the report of several runs, the metrics that compare groups, and reasons why a comparison is limited."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,18 +12,8 @@ from tost_lm.markdown import escape, format_chance, table, with_error
 from tost_lm.model import ModelConfig
 from tost_lm.model.flops import parameters
 from tost_lm.page import Page, column
-from tost_lm.report.record import (
-    Curve,
-    Group,
-    Mean,
-    at_step,
-    common_steps,
-    curve,
-    mean_curve,
-    position_curves_chart,
-    seed,
-    step_chart,
-)
+from tost_lm.report.record import Group, Mean, at_step, common_steps, mean_curve, seed
+from tost_lm.report.training import loss_section, position_curve, position_section
 from tost_lm.tasks.registry import all_tasks
 from tost_lm.tasks.task import Task
 
@@ -145,9 +135,6 @@ def _inputs(identity: dict[str, Any]) -> tuple[Any, ...]:
     return identity["shards_fingerprint"], identity.get("text_sha256"), identity["settings"]
 
 
-BAND = "Lines are means over the runs of a group at their common steps; bands are the standard error."
-
-
 def comparison_sections(groups: Sequence[Group], page: Page) -> Iterator[str]:
     """All sections, results and their picture first; a section without data is empty."""
     yield f"# {escape(page.title)}"
@@ -216,10 +203,8 @@ def results(groups: Sequence[Group]) -> str:
     return "\n\n".join([
         "## Results",
         *[f"> {escape(limitation)}" for limitation in limitations(groups)],
-        _metrics_table(("group", "runs"), firsts, groups),
-        "Mean ± standard error over the runs of a group. Losses are in nats per token; the training loss is that of "
-        "the last logged batch. Throughput is the median over the logged rows of a run, memory the maximum (of "
-        "tensors on a GPU, otherwise of the process).",
+        metrics_table(("group", "runs"), firsts, groups),
+        f"Mean ± standard error over the runs of a group, in figures at their common steps. {UNITS}",
     ])  # fmt: skip
 
 
@@ -243,37 +228,30 @@ def paired_differences(groups: Sequence[Group]) -> str:
 def training_loss(groups: Sequence[Group], page: Page) -> str:
     """Training loss by step."""
     curves = {group.label: mean_curve([run.metrics for run in group.runs], "loss") for group in groups}
-    return _loss_section("Training loss", "loss", curves, page)
+    return loss_section("Training loss", "loss", curves, page)
 
 
 def validation_loss(groups: Sequence[Group], page: Page) -> str:
     """Validation loss by step."""
     curves = {group.label: mean_curve(_measured(group), "loss") for group in groups if _measured(group)}
-    return _loss_section("Validation loss", "validation", curves, page)
+    return loss_section("Validation loss", "validation", curves, page)
 
 
 def loss_by_position(groups: Sequence[Group], page: Page) -> str:
     """Validation loss by position at the last common measurement of each group."""
-    curves: dict[str, Curve] = {}
+    curves = {}
     for group in groups:
         if steps := common_steps(_measured(group)):
             rows = [at_step(rows, steps[-1]) for rows in _measured(group)]
-            values_RP = np.array([row["loss_by_position"] for row in rows], dtype=float)
-            curves[f"{group.label}, step {steps[-1]:,}"] = curve(rows[0]["position_ends"], values_RP)
-    if not curves:
-        return ""
-    picture = page.add_figure("position", position_curves_chart(curves), "Validation loss by position, by group")
-    ends = sorted({end for line in curves.values() for end in line.xs})
-    rows = [(label, *[_at(line, end, ".3f") for end in ends]) for label, line in curves.items()]
-    header = ("group", *[f"positions up to {end:,}" for end in ends])
-    return f"## Loss by position\n\n{picture}\n\n{table(header, rows)}"
+            curves[f"{group.label}, step {steps[-1]:,}"] = position_curve(rows)
+    return position_section(curves, page)
 
 
 def each_run(groups: Sequence[Group]) -> str:
     """The metrics of each run at its own last step."""
     alone = [replace(group, runs=(run,)) for group in groups for run in group.runs]
     firsts = [(str(group.runs[0].folder), str(group.number), str(seed(group.runs[0]))) for group in alone]
-    return f"## Individual runs\n\n{_metrics_table(('run', 'group', 'seed'), firsts, alone)}"
+    return f"## Individual runs\n\n{metrics_table(('run', 'group', 'seed'), firsts, alone)}"
 
 
 def _parameters(group: Group) -> str:
@@ -282,7 +260,13 @@ def _parameters(group: Group) -> str:
     return f"{counted.total:,}" + (f" ({counted.positions:,} in positions)" if counted.positions else "")
 
 
-def _metrics_table(header: Sequence[str], firsts: Sequence[tuple[str, ...]], groups: Sequence[Group]) -> str:
+UNITS = (
+    "Losses are in nats per token; the training loss is that of the last logged batch. Throughput is the median over "
+    "the logged rows of a run, memory the maximum (of tensors on a GPU, otherwise of the process)."
+)
+
+
+def metrics_table(header: Sequence[str], firsts: Sequence[tuple[str, ...]], groups: Sequence[Group]) -> str:
     """A table with a row for each group: its first cells, its step, and the metrics that any group has."""
     columns = metrics()
     scores = {metric: [metric.of(group) for group in groups] for metric in columns}
@@ -309,18 +293,3 @@ def _cell(metric: Metric, score: Score | None, step: int | None, runs: int) -> s
 
 def _measured(group: Group) -> list[list[dict[str, Any]]]:
     return [run.validation for run in group.runs if run.validation]
-
-
-def _loss_section(name: str, file: str, curves: Mapping[str, Curve], page: Page) -> str:
-    drawn = {label: line for label, line in curves.items() if line.xs}
-    if not drawn:
-        return ""
-    picture = page.add_figure(file, step_chart(drawn, name.lower()), f"{name} by step, by group")
-    return f"## {name}\n\n{picture}\n\n{BAND}"
-
-
-def _at(line: Curve, x: int, form: str) -> str:
-    if x not in line.xs:
-        return "–"
-    i = line.xs.index(x)
-    return with_error(line.mean[i], None if line.error is None else line.error[i], form)

@@ -1,26 +1,21 @@
 """Records and results of a run folder or model folder, read without torch; and groups of runs that differ only in the
 seed, with means and standard errors over the runs of a group.
-
-In figures of several runs, the mean of each group has a band of one standard error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import prod
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import numpy as np
 
-from tost_lm.checkpointing.format import MANIFEST, Progress, StoredTensors
+from tost_lm.checkpointing.format import MANIFEST
 from tost_lm.checkpointing.run_folder import read_record
 from tost_lm.config import leaves, read_toml
-from tost_lm.data.stages import StageRecord, tokens_of
 from tost_lm.errors import ConfigError
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
-from tost_lm.page import POSITION, Chart, column, line_data, marker, new_figure, position_axis, step_axis
+from tost_lm.page import column
 from tost_lm.redaction import redact_text
 from tost_lm.tasks.sections import EvaluatedModel
 
@@ -48,27 +43,6 @@ class RunRecord(EvaluatedModel):
             validation=read_record(folder / "validation.jsonl"),
             events=read_record(folder / "events.jsonl"),
         )
-
-    @cached_property
-    def parameters(self) -> int:
-        """Number of parameters without learned positions, as published numbers count them."""
-        weights = StoredTensors(self.evaluated.checkpoint, "model", framework="np")
-        return sum(prod(weights.shape(name)) for name in weights if name != "positions.weight")
-
-    @property
-    def step(self) -> int:
-        """Training steps of the checkpoint."""
-        return int(self.evaluated.checkpoint.name.removeprefix("step_"))
-
-    @property
-    def tokens(self) -> int:
-        """Training tokens of the checkpoint."""
-        return tokens_of(self.stages, self.step)
-
-    @cached_property
-    def stages(self) -> tuple[StageRecord, ...]:
-        """The stages up to the checkpoint."""
-        return Progress.read(self.evaluated.checkpoint).stages
 
 
 def is_export(folder: Path) -> bool:
@@ -213,43 +187,3 @@ def curve(xs: Sequence[int], values_RX: np.ndarray) -> Curve:
 def _standard_error(values: np.ndarray) -> np.ndarray:
     """Standard error of the mean over the first dimension."""
     return values.std(axis=0, ddof=1) / len(values) ** 0.5
-
-
-COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000"]  # Okabe and Ito
-DASHES = ["-", "--", ":", "-."]
-
-
-def step_chart(curves: Mapping[str, Curve], name: str) -> Chart:
-    """The loss `name` by step; curves by the groups' labels."""
-    figure, axes = new_figure(7, 4.2)
-    lines = _draw(axes, curves)
-    step_axis(axes)
-    axes.set_ylabel(f"{name} (nats per token)")
-    return Chart(figure, **line_data("step", lines))
-
-
-def position_curves_chart(curves: Mapping[str, Curve]) -> Chart:
-    """Validation loss by position in the document."""
-    figure, axes = new_figure(7, 4.2)
-    lines = _draw(axes, curves)
-    position_axis(axes, POSITION)
-    axes.set_ylabel("validation loss (nats per token)")
-    return Chart(figure, **line_data("positions up to (tokens)", lines))
-
-
-def _draw(axes: Any, curves: Mapping[str, Curve]) -> dict[str, Any]:
-    lines: dict[str, Any] = {}
-    for i, (label, curve) in enumerate(curves.items()):
-        colour, dashes = COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]
-        axes.plot(
-            curve.xs, curve.mean, color=colour, linestyle=dashes, linewidth=1.5, marker=marker(len(curve.xs)),
-            markersize=4, label=label,
-        )  # fmt: skip
-        lines[f"{label}: mean (nats/token)"] = (curve.xs, curve.mean.tolist())
-        if curve.error is not None:
-            low, high = curve.mean - curve.error, curve.mean + curve.error
-            axes.fill_between(curve.xs, low, high, color=colour, alpha=0.2, linewidth=0)
-            lines[f"{label}: standard error (nats/token)"] = (curve.xs, curve.error.tolist())
-    for text in axes.legend(fontsize="small").get_texts():
-        text.set_parse_math(False)  # a path may hold $
-    return lines

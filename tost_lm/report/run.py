@@ -2,15 +2,18 @@
 
 from collections.abc import Iterator
 
-from tost_lm.checkpointing.format import MANIFEST, read_entries, read_model_config
+from tost_lm.checkpointing.format import MANIFEST, Progress, read_entries, read_model_config
+from tost_lm.data.stages import tokens_of
 from tost_lm.files import sha256_file
 from tost_lm.inference.evaluated import SAMPLE
 from tost_lm.interop.card import model_rows, properties, training_rows
 from tost_lm.markdown import escape, fenced, table
+from tost_lm.model.flops import parameters
 from tost_lm.page import Page
 from tost_lm.redaction import redact_text
-from tost_lm.report import training
-from tost_lm.report.record import RunRecord
+from tost_lm.report.comparison import UNITS, metrics_table
+from tost_lm.report.record import Group, RunRecord, seed
+from tost_lm.report.training import events, losses, positions
 from tost_lm.tasks.registry import FAMILIES
 from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, state_growth
 
@@ -19,14 +22,14 @@ ENOUGH_TOKENS_PER_PARAMETER = 20  # about compute-optimal, arXiv 2203.15556
 
 def run_sections(run: RunRecord, page: Page) -> Iterator[str]:
     """All sections, results first; a section without data is empty."""
+    progress = Progress.read(run.evaluated.checkpoint)
     yield f"# {escape(page.title)}"
-    yield _smoke_notice(run)
+    yield _smoke_notice(run, tokens_of(progress.stages, progress.step))
     yield from evaluations(run, page)
-    yield training.losses(run, page)
-    yield training.positions(run, page)
-    yield training.optimizer(run, page)
-    yield training.throughput(run)
-    yield training.events(run)
+    yield losses(run, page, progress.stages)
+    yield positions(run, page)
+    yield metrics(run)
+    yield events(run)
     yield overview(run)
     yield files(run, page)
 
@@ -43,6 +46,14 @@ def evaluations(run: EvaluatedModel, page: Page) -> Iterator[str]:
     for section in dict.fromkeys(family.section for family in FAMILIES.values() if family.section):
         yield section(run, page)
     yield sample(run)
+
+
+def metrics(run: RunRecord) -> str:
+    """Losses, cited results, throughput and memory; empty before the first step."""
+    if not run.metrics:
+        return ""
+    values = metrics_table(("seed",), [(str(seed(run)),)], [Group(1, (run,), {})])
+    return f"## Metrics\n\n{values}\n\n{UNITS}"
 
 
 def overview(run: RunRecord) -> str:
@@ -93,12 +104,14 @@ def sample(run: EvaluatedModel) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _smoke_notice(run: RunRecord) -> str:
-    ratio = run.tokens / run.parameters
+def _smoke_notice(run: RunRecord, tokens: int) -> str:
+    counted = parameters(read_model_config(run.evaluated.checkpoint))
+    count = counted.total - counted.positions  # as published numbers count them
+    ratio = tokens / count
     if ratio >= ENOUGH_TOKENS_PER_PARAMETER:
         return ""
     return (
-        f"> This is a smoke run, not a benchmark. It has {run.tokens:,} training tokens for {run.parameters:,} "
+        f"> This is a smoke run, not a benchmark. It has {tokens:,} training tokens for {count:,} "
         f"parameters: {ratio:.2g} tokens per parameter. About {ENOUGH_TOKENS_PER_PARAMETER} are usual (arXiv "
         "2203.15556). The results show that the programs work, not how good the model can be."
     )

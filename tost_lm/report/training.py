@@ -1,90 +1,105 @@
-"""Report sections and figures about the training of a run: losses, optimizer, throughput, events."""
+"""Report sections and figures about training, of one run or of groups of runs: losses and events.
 
-import math
-from collections.abc import Sequence
+In figures of several runs, the mean of each group has a band of one standard error.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tost_lm.data.stages import StageRecord
-from tost_lm.markdown import table
-from tost_lm.page import (
-    CONTRAST,
-    DARK,
-    LIGHT,
-    POSITION,
-    Chart,
-    Page,
-    column,
-    line_data,
-    log_value_axis,
-    marker,
-    new_figure,
-    new_panels,
-    position_axis,
-    shade,
-    step_axis,
-)
-from tost_lm.report.record import RunRecord
+from tost_lm.markdown import table, with_error
+from tost_lm.page import POSITION, Chart, Page, line_data, marker, new_figure, position_axis, step_axis
+from tost_lm.report.record import Curve, RunRecord, curve, mean_curve
 
 EVENTS = {"skipped": "skipped step", "resumed": "resumed", "stopped": "stopped early"}
 EVENTS_SHOWN = 50
-RATES = {
-    "tokens_per_second": ("tokens/s", 1, ",.0f"),
-    "tokens_per_second_device": ("tokens/s/device", 1, ",.0f"),
-    "tflops_device": ("TFLOP/s/device", 1, ",.4g"),
-    "mfu": ("model FLOP utilisation (MFU)", 1, ".1%"),
-    "memory_peak_bytes": ("peak memory (GB)", 1e-9, ",.2f"),
-}
+EARLIER_MEASUREMENTS = 3
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000"]  # Okabe and Ito
+DASHES = ["-", "--", ":", "-."]
 
 
-def losses(run: RunRecord, page: Page) -> str:
-    """Loss curves; empty before the first step."""
-    if not run.metrics:
-        return ""
-    chart = loss_chart(run.metrics, run.validation, run.stages)
-    picture = page.add_figure("loss", chart, "Training and validation loss by step")
-    last = run.metrics[-1]
-    paragraphs = ["## Loss", picture, f"Last training loss: {_nats(last['loss'])} at step {last['step']:,}."]
-    if run.validation:
-        last = run.validation[-1]
-        best = min(run.validation, key=lambda row: math.inf if row["loss"] is None else row["loss"])
-        paragraphs.append(
-            f"Validation loss on {last['tokens']:,} held-out tokens: last {_nats(last['loss'])} at step "
-            f"{last['step']:,}, lowest {_nats(best['loss'])} at step {best['step']:,}."
-        )
-    return "\n\n".join(paragraphs)
+def losses(run: RunRecord, page: Page, stages: Sequence[StageRecord]) -> str:
+    """Training and validation loss by step; empty before the first."""
+    records = {"training": run.metrics, "validation": run.validation}
+    curves = {name: mean_curve([rows], "loss") for name, rows in records.items() if rows}
+    return loss_section("Loss", "loss", curves, page, stages)
 
 
 def positions(run: RunRecord, page: Page) -> str:
-    """Validation loss by position."""
-    if not run.validation:
+    """Validation loss by position: the last measurement and some earlier ones."""
+    chosen = np.unique(np.linspace(0, len(run.validation) - 1, EARLIER_MEASUREMENTS + 1).round().astype(int))
+    rows = [run.validation[number] for number in chosen] if run.validation else []
+    curves = {f"step {row['step']:,}": position_curve([row]) for row in rows}
+    return position_section(curves, page)
+
+
+def loss_section(
+    name: str, file: str, curves: Mapping[str, Curve], page: Page, stages: Sequence[StageRecord] = ()
+) -> str:
+    """Losses by step; empty if no curve has a step."""
+    drawn = {label: line for label, line in curves.items() if line.xs}
+    if not drawn:
         return ""
-    picture = page.add_figure("position", position_chart(run.validation), "Validation loss by position in the document")
-    return f"## Loss by position\n\n{picture}\n\nThe loss falls with the position where the model uses its context."
+    figure, axes = new_figure(7, 4.2)
+    lines = _draw(axes, drawn)
+    step_axis(axes)
+    for stage in stages[1:]:  # where it begins
+        axes.axvline(stage.first_step, color="gray", linewidth=0.8, linestyle=":")
+        point = {"xycoords": axes.get_xaxis_transform(), "xytext": (3, 0), "textcoords": "offset points"}
+        axes.annotate(stage.name, (stage.first_step, 0.98), **point, rotation=90, va="top", fontsize=8, color="gray")
+    axes.set_ylabel(f"{name.lower()} (nats per token)")
+    return f"## {name}\n\n{page.add_figure(file, Chart(figure, **line_data('step', lines)), f'{name} by step')}"
 
 
-def optimizer(run: RunRecord, page: Page) -> str:
-    """Learning rate and gradient norm."""
-    if np.isnan([column(run.metrics, key) for key in ("lr", "grad_norm")]).all():
+def position_curve(rows: Sequence[Mapping[str, Any]]) -> Curve:
+    """The mean over measurements of the loss by position."""
+    return curve(rows[0]["position_ends"], np.array([row["loss_by_position"] for row in rows], dtype=float))
+
+
+def position_section(curves: Mapping[str, Curve], page: Page) -> str:
+    """Validation losses by position in the document; empty without a curve."""
+    if not curves:
         return ""
-    chart = optimizer_chart(run.metrics, run.stages)
-    picture = page.add_figure("optimizer", chart, "Learning rate and gradient norm by step")
-    return f"## Learning rate and gradient norm\n\n{picture}"
+    figure, axes = new_figure(7, 4.2)
+    lines = _draw(axes, curves)
+    position_axis(axes, POSITION)
+    axes.set_ylabel("validation loss (nats per token)")
+    chart = Chart(figure, **line_data("positions up to (tokens)", lines))
+    ends = sorted({end for line in curves.values() for end in line.xs})
+    rows = [(label, *[_at(line, end, ".3f") for end in ends]) for label, line in curves.items()]
+    return "\n\n".join([
+        "## Loss by position",
+        page.add_figure("position", chart, "Validation loss by position in the document"),
+        table(("validation loss", *[f"positions up to {end:,}" for end in ends]), rows),
+        "The loss falls with the position where the model uses its context.",
+    ])  # fmt: skip
 
 
-def throughput(run: RunRecord) -> str:
-    """Throughput and memory over the logged rows."""
-    rows = []
-    for key, (name, scale, form) in RATES.items():
-        values = column(run.metrics, key) * scale
-        values = values[np.isfinite(values)]
-        if len(values):
-            rows.append((name, *[f"{value:{form}}" for value in (np.median(values), values.min(), values.max())]))
-    if not rows:
-        return ""
-    statistics = table(("metric", "median", "lowest", "highest"), rows)
-    return f"## Throughput and memory\n\n{statistics}\n\nOver the rows of `metrics.jsonl`."
+def _draw(axes: Any, curves: Mapping[str, Curve]) -> dict[str, Any]:
+    lines: dict[str, Any] = {}
+    for i, (label, line) in enumerate(curves.items()):
+        colour, dashes = COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]
+        axes.plot(
+            line.xs, line.mean, color=colour, linestyle=dashes, linewidth=1.5, marker=marker(len(line.xs)),
+            markersize=4, label=label,
+        )  # fmt: skip
+        lines[f"{label}: mean (nats/token)"] = (line.xs, line.mean.tolist())
+        if line.error is not None:
+            low, high = line.mean - line.error, line.mean + line.error
+            axes.fill_between(line.xs, low, high, color=colour, alpha=0.2, linewidth=0)
+            lines[f"{label}: standard error (nats/token)"] = (line.xs, line.error.tolist())
+    for text in axes.legend(fontsize="small").get_texts():
+        text.set_parse_math(False)  # a path may hold $
+    return lines
+
+
+def _at(line: Curve, x: int, form: str) -> str:
+    if x not in line.xs:
+        return "–"
+    i = line.xs.index(x)
+    return with_error(line.mean[i], None if line.error is None else line.error[i], form)
 
 
 def events(run: RunRecord) -> str:
@@ -110,92 +125,3 @@ def _details(event: dict[str, Any]) -> str:
         elif key not in ("step", "event", "time"):
             details.append(f"{key.replace('_', ' ')} {value}")
     return "; ".join(details)
-
-
-def _nats(loss: float | None) -> str:
-    return "NaN" if loss is None else f"{loss:.4f} nats per token"
-
-
-EARLIER_MEASUREMENTS = 3
-
-
-def loss_chart(
-    metrics: Sequence[dict[str, Any]], validation: Sequence[dict[str, Any]], stages: Sequence[StageRecord] = ()
-) -> Chart:
-    """Training loss by step, logged and smoothed, and validation loss."""
-    steps, losses = [row["step"] for row in metrics], column(metrics, "loss")
-    smoothed = _smoothed(losses)
-    lines = {
-        "training loss as logged (nats/token)": (steps, losses.tolist()),
-        "training loss smoothed (nats/token)": (steps, smoothed.tolist()),
-    }
-    figure, axes = new_figure(7, 3.6)
-    axes.plot(steps, losses, color=LIGHT, linewidth=1.2, marker=marker(len(steps)), markersize=4, label="training")
-    axes.plot(
-        steps, smoothed, color=DARK, linewidth=2, marker=marker(len(steps)), markersize=1, label="training, smoothed"
-    )
-    if validation:
-        measured, held_out = [row["step"] for row in validation], column(validation, "loss")
-        lines["validation loss (nats/token)"] = (measured, held_out.tolist())
-        axes.plot(measured, held_out, color=CONTRAST, linewidth=2, marker=marker(len(measured)), label="validation")
-    step_axis(axes)
-    mark_stages(axes, stages)
-    axes.set_ylabel("loss (nats per token)")
-    axes.legend()
-    return Chart(figure, **line_data("step", lines))
-
-
-def mark_stages(axes: Any, stages: Sequence[StageRecord]) -> None:
-    """A line with the name of each stage but the first, where it begins."""
-    for stage in stages[1:]:
-        axes.axvline(stage.first_step, color="gray", linewidth=0.8, linestyle=":")
-        point = {"xycoords": axes.get_xaxis_transform(), "xytext": (3, 0), "textcoords": "offset points"}
-        axes.annotate(stage.name, (stage.first_step, 0.98), **point, rotation=90, va="top", fontsize=8, color="gray")
-
-
-def position_chart(validation: Sequence[dict[str, Any]]) -> Chart:
-    """Validation loss by position in the document: the last measurement and some earlier ones."""
-    chosen = np.unique(np.linspace(0, len(validation) - 1, EARLIER_MEASUREMENTS + 1).round().astype(int))
-    figure, axes = new_figure(7, 3.6)
-    lines = {}
-    for i, number in enumerate(chosen, start=1):
-        row = validation[number]
-        losses = np.array(row["loss_by_position"], dtype=float)
-        lines[f"loss after step {row['step']} (nats/token)"] = (row["position_ends"], losses.tolist())
-        colour = shade(i / len(chosen), "Blues")
-        axes.plot(row["position_ends"], losses, color=colour, marker=".", label=f"after step {row['step']:,}")
-    position_axis(axes, POSITION)
-    axes.set_ylabel("validation loss (nats per token)")
-    figure.legend(loc="outside right center")
-    return Chart(figure, **line_data("positions up to (tokens)", lines))
-
-
-def optimizer_chart(metrics: Sequence[dict[str, Any]], stages: Sequence[StageRecord] = ()) -> Chart:
-    """Learning rate and gradient norm by step."""
-    steps = [row["step"] for row in metrics]
-    rates, norms = column(metrics, "lr"), column(metrics, "grad_norm")
-    figure, (top, bottom) = new_panels(7, 4.2, 1, rows=2, sharex=True)
-    top.plot(steps, rates, color=DARK, marker=marker(len(steps)), markersize=4)
-    top.grid(alpha=0.3)
-    top.set_ylabel("learning rate")
-    bottom.plot(steps, norms, color=DARK, linewidth=1, marker=marker(len(steps)), markersize=4)
-    bottom.set_ylabel("gradient norm")
-    step_axis(bottom)
-    mark_stages(top, stages)
-    mark_stages(bottom, stages)
-    if (norms > 0).any():
-        log_value_axis(bottom)
-    lines = {"learning rate (1)": (steps, rates.tolist()), "gradient norm (1)": (steps, norms.tolist())}
-    return Chart(figure, **line_data("step", lines))
-
-
-def _smoothed(values: np.ndarray) -> np.ndarray:
-    """Centred mean over up to a tenth of the finite values; narrower at the ends, so that the curve does not lag."""
-    finite, here = np.isfinite(values), np.arange(len(values))
-    near = np.minimum(max(1, len(values) // 20), np.minimum(here, here[::-1]))
-    first, end = here - near, here + near + 1
-    # Each window has a sum of its own: after a huge loss, differences of running sums would be noise.
-    filled = np.append(np.where(finite, values, 0.0), 0.0)
-    sums = np.add.reduceat(filled, np.stack([first, end], axis=1).ravel())[::2]
-    counts = np.diff(np.append(0, np.cumsum(finite))[[first, end]], axis=0)[0]
-    return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)

@@ -115,7 +115,7 @@ def test_the_page_is_self_contained_and_figures_are_also_files(evaluated):
     write_report(evaluated)
     page = Page((evaluated / "report.html").read_text())
     sources = [attributes["src"] or "" for _, attributes in page.tags if "src" in attributes]
-    assert len(sources) == 3
+    assert len(sources) == 2
     for source in sources:
         kind, data = source.split(",")
         assert kind == "data:image/png;base64"
@@ -123,9 +123,9 @@ def test_the_page_is_self_contained_and_figures_are_also_files(evaluated):
     assert not {"script", "link", "iframe", "a"} & {tag for tag, _ in page.tags}
     assert "url(" not in (evaluated / "report.html").read_text()
     shown = re.findall(r"^!\[[^\]]+\]\((.+)\)$", (evaluated / "report.md").read_text(), re.MULTILINE)
-    assert shown == [f"eval/report/{name}.png" for name in ("context", "loss", "optimizer")]
+    assert shown == [f"eval/report/{name}.png" for name in ("context", "loss")]
     assert all((evaluated / name).read_bytes().startswith(b"\x89PNG") for name in shown)
-    files = {f"{name}.{ending}" for name in ("loss", "optimizer", "context") for ending in ("png", "pdf", "csv")}
+    files = {f"{name}.{ending}" for name in ("loss", "context") for ending in ("png", "csv")}
     assert {path.name for path in (evaluated / "eval/report").iterdir()} == files
 
 
@@ -140,13 +140,13 @@ def test_names_are_only_text_whatever_they_hold(evaluated, name):
     evaluated = evaluated.rename(evaluated.with_name(name.replace("/", "")))
     page = Page(write_report(evaluated).read_text())
     images = [attributes for tag, attributes in page.tags if tag == "img"]
-    assert len(images) == 3
+    assert len(images) == 2
     assert all((attributes["src"] or "").startswith("data:image/png;base64,") for attributes in images)
     assert page.text.count(" ".join(name.split())) >= 2
     raw = Page(MarkdownIt("commonmark", {"html": True}).enable("table").render((evaluated / "report.md").read_text()))
     tags = ["h1", "h2", "h3", "p", "blockquote", "strong", "code", "img", "table", "thead", "tbody", "tr", "th", "td"]
     assert not {tag for tag, _ in raw.tags} - {*tags}
-    assert [tag for tag, _ in raw.tags].count("img") == 3
+    assert [tag for tag, _ in raw.tags].count("img") == 2
 
 
 def test_results_that_were_edited_are_not_shown(evaluated):

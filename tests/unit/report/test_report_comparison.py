@@ -275,7 +275,7 @@ def test_files_are_reproducible(make_run, tmp_path):
         }
 
     files = written()
-    assert set(files) == {"report.html", "report.md", *[f"figures/loss.{ending}" for ending in ("png", "pdf", "csv")]}
+    assert set(files) == {"report.html", "report.md", *[f"figures/loss.{ending}" for ending in ("png", "csv")]}
     assert files["report.html"].count(b"data:image/png;base64,") == 1
     assert written() == files
 

@@ -1,7 +1,8 @@
-"""Training sections of a run's report: figures with their data, throughput, events."""
+"""Training sections of a run's report: figures with their data, metrics, events."""
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,8 @@ from tost_lm.checkpointing.run_folder import read_record
 from tost_lm.errors import ConfigError
 from tost_lm.page import Chart, Page
 from tost_lm.report.record import RunRecord
-from tost_lm.report.training import (
-    events,
-    loss_chart,
-    losses,
-    optimizer,
-    optimizer_chart,
-    position_chart,
-    positions,
-    throughput,
-)
+from tost_lm.report.run import metrics
+from tost_lm.report.training import events, losses, positions
 
 
 def add_rows(path: Path, *rows: dict[str, Any]) -> None:
@@ -41,37 +34,34 @@ def numbers(chart: Chart) -> list[list[str]]:
 def test_the_loss_figure_has_training_and_validation_by_step(run_folder):
     add_rows(run_folder / "validation.jsonl", measurement(50, 5.5), measurement(100, 4.25))
     page = Page("", figures="f")
-    text = losses(RunRecord.read(run_folder), page)
+    assert "](f/loss.png)" in losses(RunRecord.read(run_folder), page, ())
     header, *rows = numbers(page.charts["f/loss"])
-    assert header == [
-        "step", "training loss as logged (nats/token)", "training loss smoothed (nats/token)",
-        "validation loss (nats/token)",
-    ]  # fmt: skip
+    assert header == ["step", "training: mean (nats/token)", "validation: mean (nats/token)"]
     assert [(int(row[0]), float(row[1])) for row in rows] == [(step, 6 - step / 50) for step in range(10, 101, 10)]
-    # A centred mean preserves a straight line.
-    assert [float(row[2]) for row in rows] == pytest.approx([6 - step / 50 for step in range(10, 101, 10)])
-    assert [row[3] for row in rows] == ["", "", "", "", "5.5", "", "", "", "", "4.25"]
-    assert "Last training loss: 4.0000 nats per token at step 100." in text
-    assert "on 128 held-out tokens: last 4.2500 nats per token at step 100, lowest 4.2500" in text
+    assert [row[2] for row in rows] == ["", "", "", "", "5.5", "", "", "", "", "4.25"]
+
+
+def test_losses_by_position_are_those_of_the_last_measurement_and_earlier_ones(run_folder):
+    add_rows(run_folder / "validation.jsonl", *[measurement(step, 6 - step / 10, 5.0) for step in range(1, 8)])
+    page = Page("", figures="f")
+    text = positions(RunRecord.read(run_folder), page)
+    assert "| step 1 | 5.900 | 5.000 |\n| step 3 | 5.700 | 5.000 |\n| step 5 | 5.500 |" in text
+    assert "| step 7 | 5.300 | 5.000 |" in text
+    assert numbers(page.charts["f/position"])[1:] == [["8", "5.9", "5.7", "5.5", "5.3"], ["16", *["5.0"] * 4]]
 
 
 def test_sections_without_data_are_empty(run_folder):
     (run_folder / "metrics.jsonl").unlink()
     run, page = RunRecord.read(run_folder), Page("", figures="f")
-    assert [positions(run, page), optimizer(run, page), throughput(run), events(run)] == [""] * 4
+    assert [losses(run, page, ()), positions(run, page), metrics(run), events(run)] == [""] * 4
     assert not page.charts
+
+
+def test_metrics_are_those_of_a_comparison(run_folder):
     add_rows(run_folder / "validation.jsonl", measurement(50, 5.5))
-    assert "](f/position.png)" in positions(RunRecord.read(run_folder), page)
-
-
-def test_throughput_lists_the_logged_metrics(run_folder):
-    text = throughput(RunRecord.read(run_folder))
-    assert "| tokens/s/device | 160 | 160 | 160 |" in text
-    assert "| peak memory (GB) | 2.50 | 2.50 | 2.50 |" in text
-    assert "MFU" not in text
-    path = run_folder / "metrics.jsonl"
-    path.write_text(path.read_text().replace('"mfu": null', '"mfu": 0.4', 1))
-    assert "(MFU) | 40.0% | 40.0% | 40.0% |" in throughput(RunRecord.read(run_folder))
+    lines = metrics(RunRecord.read(run_folder)).splitlines()
+    header = "| seed | step | training loss | validation loss | tokens/s/device | peak memory (GB) |"
+    assert lines[2:] == [header, lines[3], "| 0 | 100 | 4.0000 | 5.5000 (step 50) | 160 | 2.50 |", *lines[5:]]
 
 
 def test_events_have_reasons_and_samples(run_folder):
@@ -117,12 +107,15 @@ def test_a_damaged_row_is_one_line(run_folder, file, row, problem):
     assert str(error.value) == f"{path}, line 2: damaged: {problem}; correct or remove the line"
 
 
-def test_figures_accept_nan_and_infinity(recwarn):
-    values = [(1, 5.0, 1.0), (2, None, None), (3, float("inf"), 0.0), (4, 1e30, float("nan")), (5, 4.0, 2.0)]
-    rows = [{"step": step, "loss": loss, "lr": 0.1, "grad_norm": norm} for step, loss, norm in values]
-    lines = [",".join(row) for row in numbers(loss_chart(rows, [measurement(2, None)]))[1:]]
-    # The smoothed loss ignores values that are not finite.
-    assert lines == ["1,5.0,5.0,", "2,nan,5.0,nan", "3,inf,1e+30,", "4,1e+30,5e+29,", "5,4.0,4.0,"]
-    for chart in (loss_chart(rows, []), optimizer_chart(rows[1:2]), position_chart([measurement(2, None)])):
-        assert chart.files()["png"].startswith(b"\x89PNG")
+def test_figures_accept_nan_and_infinity(run_folder, recwarn):
+    values = [(1, 5.0), (2, None), (3, float("inf")), (4, 1e30), (5, float("nan"))]
+    rows = [{"step": step, "loss": loss} for step, loss in values]
+    validation = [measurement(2, None)]
+    run, page = replace(RunRecord.read(run_folder), metrics=rows, validation=validation), Page("", figures="f")
+    assert losses(run, page, ())
+    assert positions(run, page)
+    lines = [",".join(row) for row in numbers(page.charts["f/loss"])[1:]]
+    assert lines == ["1,5.0,", "2,nan,nan", "3,inf,", "4,1e+30,", "5,nan,"]
+    for chart in page.charts.values():
+        assert chart.picture().startswith(b"\x89PNG")
     assert not recwarn.list
