@@ -196,7 +196,7 @@ def test_a_cache_can_be_continued_and_copied(settings: dict[str, Any]):
     model, tokens = make(**settings), random_ids(3, 30)
     cache = TostCache()
     model(tokens[:, :11], LEFT_PADDED, cache)
-    assert (cache.get_seq_length(), cache.batch_size) == (11, 3)
+    assert (cache.get_seq_length(), cache.positions) == (11, (11, 2, 7))
     mask = torch.cat([LEFT_PADDED, torch.ones(3, 19, dtype=torch.int64)], 1)
     mask[0, 11:20] = 0  # a second turn, also padded on the left
     expected = generated(model, tokens, mask, use_cache=False)
@@ -257,18 +257,6 @@ def test_invalid_calls_are_refused():
         model(random_ids(1, 65))
     with pytest.raises(ValueError, match="`cache_implementation`"):
         generated(model, tokens, cache_implementation="static")
-
-
-def test_too_many_tokens_are_refused_before_the_first():
-    model, tokens = make(), random_ids(2, 60)
-    assert generated(model, tokens, max_new_tokens=5).shape == (2, 5)
-    with pytest.raises(ConfigError, match="66 tokens exceed the model's 64 positions; shorten the prompt"):
-        generated(model, tokens, max_new_tokens=6)
-    mask = torch.ones_like(tokens)
-    mask[0, :3], mask[1, :2] = 0, 0
-    assert generated(model, tokens, mask, max_new_tokens=7).shape == (2, 7)
-    with pytest.raises(ConfigError, match="66 tokens exceed"):
-        generated(model, tokens, mask, max_new_tokens=8)
 
 
 def test_activation_checkpointing_saves_memory_with_equal_gradients():

@@ -3,70 +3,40 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Cache
 
+from tost_lm.interop.hf.modeling_tost import TostCache as CacheOfPublishedForm
 from tost_lm.mixers.softmax.cache import KeyValueState
 from tost_lm.model.block import LMState
 
 
-class TostCache(Cache):
+class TostCache(CacheOfPublishedForm):
     """The state after the tokens read so far. For TSSA layers its size does not depend on their number.
 
     Forward replaces `state`. No state changes, although those of full softmax layers share memory: a `copy.copy` of the
     cache is independent.
     """
 
-    is_compileable = is_croppable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
-    is_linear = (False,)  # else `generate` reads the known tokens again  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.state: LMState | None = None
-        """One row per sequence of the batch; None before the first token."""
-        self.columns = 0
-        """Tokens per row so far, with padding; `state.positions` counts without padding."""
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens per row so far, with padding."""
-        return self.columns
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """−1: no limit."""
-        return -1
-
-    @property
-    def batch_size(self) -> int:
-        """Rows; −1 before the first token."""
-        return -1 if self.state is None else len(self.state.positions)
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.state is not None
+    state: LMState | None
+    """One row per sequence of the batch; None before the first token."""
+    columns: int
+    """Tokens per row so far, with padding; `positions` counts without padding."""
 
     def reset(self) -> None:
         """Forget all tokens."""
         self.state, self.columns = None, 0
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Move row beam_idx[n] to row n."""
-        self.batch_select_indices(beam_idx)
+    @property
+    def positions(self) -> tuple[int, ...] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Tokens per row so far, without padding; None before the first token."""
+        return self.state and self.state.positions
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows at `indices`, int64 [n], in that order."""
         self.state = self.state and select_rows(self.state, indices)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times, copies next to each other."""
-        if self.state is not None:
-            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Raises ValueError unless `tokens_to_remove` is 0: sums over tokens cannot be undone."""
-        if tokens_to_remove:
-            raise ValueError(f"TostCache: the last {abs(tokens_to_remove)} tokens cannot be removed from its state")
+    reorder_cache = batch_select_indices  # pyright: ignore[reportAssignmentType]
 
 
 def select_rows(state: LMState, rows: Tensor) -> LMState:

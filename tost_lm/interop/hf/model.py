@@ -239,27 +239,15 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         return output.loss, x_BTC, after
 
     def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *others: Any, **named: Any
     ) -> Any:
         mask_BT = model_kwargs.get("attention_mask")
         if mask_BT is not None and not mask_BT[:, -1].all():
             raise ValueError("attention_mask ends in padding, which generation cannot continue; pad on the left")
-        padding = 0 if mask_BT is None else int((mask_BT == 0).sum(1).min())
-        limit = self.model.config.position_limit
-        if limit is not None and max_cache_length - padding > limit:  # the last new token is not read
-            raise ConfigError(
-                f"prompt and new tokens: {max_cache_length - padding + 1} tokens exceed the model's {limit} positions; "
-                "shorten the prompt or lower max_new_tokens"
-            )
         if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = TostCache()
         prepare: Any = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
-        return prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        return prepare(generation_config, model_kwargs, *others, **named)
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: CheckpointWrapper = checkpoint, every_n_layers: int = 1
