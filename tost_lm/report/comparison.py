@@ -18,25 +18,17 @@ from tost_lm.tasks.registry import all_tasks
 from tost_lm.tasks.task import Task
 
 
-class Score(NamedTuple):
-    """A mean over the runs of a group."""
-
-    mean: Mean
-    step: int | None
-    """Step of the measurement; None if it has none."""
-
-
 class Metric(NamedTuple):
     """A column of the table of results."""
 
     name: str
     form: str
     """Format specification."""
-    of: Callable[[Group], Score | None]
+    of: Callable[[Group], Mean | None]
     """None if no run has a value or the runs have values at different steps."""
 
 
-def _last_validation_loss(group: Group) -> Score | None:
+def _last_validation_loss(group: Group) -> Mean | None:
     return _loss([run.validation for run in group.runs if run.validation])
 
 
@@ -60,7 +52,7 @@ def gap_to_best(groups: Sequence[Group]) -> dict[int, Mean]:
 
     The pairs share the order of the data, which removes its effect. Empty unless two groups share seeds.
     """
-    means = {group.number: score.mean.value for group in groups if (score := _last_validation_loss(group))}
+    means = {group.number: mean.value for group in groups if (mean := _last_validation_loss(group))}
     losses = {group.number: _losses_by_seed(group) for group in groups if group.number in means}
     if len(means) < 2:
         return {}
@@ -108,27 +100,24 @@ def _limitations_within(group: Group) -> Iterator[str]:
             yield f"The results of {task.name} in group {group.number} have no mean: the steps differ ({steps})."
 
 
-def _loss(records: Sequence[Sequence[dict[str, Any]]]) -> Score | None:
+def _loss(records: Sequence[Sequence[dict[str, Any]]]) -> Mean | None:
     """Mean at the last common step."""
     steps = common_steps(records)
     if not steps:
         return None
-    mean = Mean.of(column([at_step(rows, steps[-1]) for rows in records], "loss").tolist())
-    return mean and Score(mean, steps[-1])
+    return Mean.of(column([at_step(rows, steps[-1]) for rows in records], "loss").tolist(), steps[-1])
 
 
-def _over_rows(group: Group, key: str, of: Callable[[np.ndarray], float], scale: float = 1) -> Score | None:
+def _over_rows(group: Group, key: str, of: Callable[[np.ndarray], float], scale: float = 1) -> Mean | None:
     """Mean over runs of a statistic of the logged values."""
     logged = [column(run.metrics, key) for run in group.runs]
-    mean = Mean.of([float(of(values)) * scale for values in logged if not np.isnan(values).all()])
-    return mean and Score(mean, None)
+    return Mean.of([float(of(values)) * scale for values in logged if not np.isnan(values).all()])
 
 
-def _result(group: Group, task: Task) -> Score | None:
+def _result(group: Group, task: Task) -> Mean | None:
     results = [results for run in group.runs if (results := run.results(task.name))]
     steps = {result["identity"]["step"] for result in results}
-    mean = Mean.of([task.cited(result) for result in results])
-    return Score(mean, steps.pop()) if mean and len(steps) == 1 else None
+    return Mean.of([task.cited(result) for result in results], steps.pop()) if len(steps) == 1 else None
 
 
 def _inputs(identity: dict[str, Any]) -> tuple[Any, ...]:
@@ -269,24 +258,23 @@ UNITS = (
 def metrics_table(header: Sequence[str], firsts: Sequence[tuple[str, ...]], groups: Sequence[Group]) -> str:
     """A table with a row for each group: its first cells, its step, and the metrics that any group has."""
     columns = metrics()
-    scores = {metric: [metric.of(group) for group in groups] for metric in columns}
-    shown = [metric for metric, found in scores.items() if any(found)]
+    means = {metric: [metric.of(group) for group in groups] for metric in columns}
+    shown = [metric for metric, found in means.items() if any(found)]
     rows = []
     for i, (first, group) in enumerate(zip(firsts, groups, strict=True)):
-        training = scores[columns[0]][i]
+        training = means[columns[0]][i]
         step = training.step if training else None
-        cells = [_cell(metric, scores[metric][i], step, len(group.runs)) for metric in shown]
+        cells = [_cell(metric, means[metric][i], step, len(group.runs)) for metric in shown]
         rows.append((*first, "–" if step is None else f"{step:,}", *cells))
     return table((*header, "step", *[metric.name for metric in shown]), rows)
 
 
-def _cell(metric: Metric, score: Score | None, step: int | None, runs: int) -> str:
-    """The score; parentheses note another step or fewer runs."""
-    if score is None:
+def _cell(metric: Metric, mean: Mean | None, step: int | None, runs: int) -> str:
+    """The mean; parentheses note another step or fewer runs."""
+    if mean is None:
         return "–"
-    mean = score.mean
     text = with_error(mean.value, mean.error, metric.form) if math.isfinite(mean.value) else "NaN"
-    remarks = [f"step {score.step:,}"] if score.step not in (None, step) else []
+    remarks = [f"step {mean.step:,}"] if mean.step not in (None, step) else []
     remarks += [f"{mean.count} of {runs} runs"] if mean.count < runs else []
     return f"{text} ({', '.join(remarks)})" if remarks else text
 

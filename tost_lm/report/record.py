@@ -96,15 +96,17 @@ class Mean:
     value: float
     error: float | None
     count: int
+    step: int | None = None
+    """Step of the measurement; None if it has none."""
 
     @classmethod
-    def of(cls, values: Sequence[float | None]) -> "Mean | None":
+    def of(cls, values: Sequence[float | None], step: int | None = None) -> "Mean | None":
         """The mean of the values that exist; None if there are none."""
         present = np.array([value for value in values if value is not None])
         if not len(present):
             return None
         error = float(_standard_error(present)) if len(present) > 1 else None
-        return cls(float(present.mean()), error, len(present))
+        return cls(float(present.mean()), error, len(present), step)
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
