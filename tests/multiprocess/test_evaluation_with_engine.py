@@ -1,7 +1,7 @@
 """Test sets evaluated during training score as in one process, on any parallel layout; training is unchanged."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from training_on_layouts import LR, T, build_engine, build_model, micro_batches
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
+from tost_lm.inference.generation import ForeignFacts
 from tost_lm.inference.ranks import Ranks
 from tost_lm.parallel import zero
 from tost_lm.parallel.settings import ParallelConfig
@@ -35,19 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Facts(NamedTuple):
-    """Facts of a model."""
-
-    context_length: int = T
-    position_limit: None = None
-    pattern: str = "TA"
-    kept_tokens: None = None
-
-
 def find_tasks(folder: Path) -> TasksInTraining:
     tokenizer = SentencePieceTokenizer((folder / "tokenizer.model").read_bytes())
     sets, settings = {"wikitext2": folder / "wiki.test.raw"}, {"zero_shot": {"batch_tokens": 3 * T}}
-    return TasksInTraining.find([TASK], sets, settings, tokenizer, None, Facts())  # pyright: ignore[reportArgumentType]
+    return TasksInTraining.find([TASK], sets, settings, tokenizer, None, ForeignFacts(T, None, "TA"))  # pyright: ignore[reportArgumentType]
 
 
 def measured_alone(found: TasksInTraining, weights: dict[str, Tensor]) -> list[Row]:

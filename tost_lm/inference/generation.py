@@ -15,32 +15,25 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.interface import decode_ids
 from tost_lm.errors import CheckpointError, ConfigError, TostError
 from tost_lm.inference.decoding import decoder
-from tost_lm.model import LMOutput, LMState
+from tost_lm.model import LMOutput, LMState, ModelConfig
 from tost_lm.model.streaming import TILE_TOKENS, in_tiles, prefill
 
 
-class ModelFacts(Protocol):
-    """Facts about a model beside its weights."""
+class ForeignFacts(NamedTuple):
+    """Facts about a model of another library, by their names in `ModelConfig`."""
 
-    @property
-    def context_length(self) -> int:
-        """Tokens that it was trained to read at once, the default window."""
-        ...
+    context_length: int
+    """Tokens that it was trained to read at once, the default window."""
+    position_limit: int | None
+    """Maximum number of tokens; None: unlimited."""
+    pattern: str
+    """The library's name of the architecture."""
+    kept_tokens: None = None
+    """Tokens whose keys and values are in its state: all."""
 
-    @property
-    def position_limit(self) -> int | None:
-        """Maximum number of tokens; None: unlimited."""
-        ...
 
-    @property
-    def pattern(self) -> str:
-        """Types of its layers."""
-        ...
-
-    @property
-    def kept_tokens(self) -> int | None:
-        """Tokens whose keys and values are in its state, at most; None: all."""
-        ...
+ModelFacts = ModelConfig | ForeignFacts
+"""Facts about a model beside its weights."""
 
 
 class LanguageModel(Protocol):

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import SHOWN, CheckpointError, ConfigError, install_hint, printable
 from tost_lm.files import sha256_bytes, xxh3_file
 from tost_lm.inference.evaluated import HUB, EvaluatedCheckpoint, hub_home, open_valid
+from tost_lm.inference.generation import ForeignFacts
 from tost_lm.model import LMOutput, LMState
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, logit_tile_tokens
 
@@ -162,17 +163,6 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-class HuggingFaceFacts(NamedTuple):
-    """Facts from a model's configuration."""
-
-    context_length: int
-    pattern: str
-    """The library's name of the architecture."""
-    position_limit: int | None
-    """None: attention has no rotary embeddings, as in OLMo-Hybrid."""
-    kept_tokens: None = None
-
-
 class HuggingFaceLM(nn.Module):
     """A causal language model of the Hugging Face library with the interface of `TostLM`, for inference."""
 
@@ -184,8 +174,9 @@ class HuggingFaceLM(nn.Module):
             raise ConfigError(
                 f"{CONFIG} of this {model.config.model_type}: has no maximum length; add {POSITIONS[0]} to it"
             )
+        # Without rotary embeddings, as in OLMo-Hybrid, attention reads any length.
         is_limited = getattr(model.base_model, "rotary_emb", True) is not None
-        self.config = HuggingFaceFacts(found[0], model.config.model_type, found[0] if is_limited else None)
+        self.config = ForeignFacts(found[0], found[0] if is_limited else None, model.config.model_type)
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def empty_state(self, rows: int) -> LMState:
@@ -292,7 +283,7 @@ def _download(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
     except Exception as error:  # the client raises its own errors and those of the network
         raise CheckpointError(
-            f"{HUB}{name}: cannot be downloaded ({_first_line(error)}); give a folder with the model"
+            f"{HUB}{name}: cannot be downloaded ({first_line(error)}); give a folder with the model"
         ) from None
 
 
@@ -310,15 +301,16 @@ def transformers_library() -> Any:
     return transformers
 
 
+def first_line(error: Exception) -> str:
+    """What a library says about an error, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 def _guarded(evaluated: EvaluatedCheckpoint, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:  # each architecture raises its own errors
         raise CheckpointError(
-            f"{evaluated.checkpoint}: cannot be loaded ({_first_line(error)}); give a causal language model of "
+            f"{evaluated.checkpoint}: cannot be loaded ({first_line(error)}); give a causal language model of "
             "transformers, because code in a model folder is never run"
         ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

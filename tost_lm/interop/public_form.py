@@ -25,7 +25,7 @@ from tost_lm.data.tokenizers.lossless import FORMS
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
-from tost_lm.inference.hugging_face import check_settings, transformers_library
+from tost_lm.inference.hugging_face import check_settings, first_line, transformers_library
 from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
 from tost_lm.interop.folder import CONFIG, listed, read_settings, weight_files
 from tost_lm.interop.interface import ForeignFormat, ForeignModel
@@ -147,7 +147,7 @@ class PublicForm:
             stored, _ = library.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
             settings = getattr(library, self.config_class).from_pretrained(folder, local_files_only=True)
         except Exception as error:  # the library has none of its own
-            raise CheckpointError(f"{where}: transformers rejects it: {_first_line(error)}; correct it") from None
+            raise CheckpointError(f"{where}: transformers rejects it: {first_line(error)}; correct it") from None
         check_settings(stored, where)
         config, files = self.our_settings(settings, where), weight_files(folder)
         try:
@@ -156,7 +156,7 @@ class PublicForm:
             )
         except Exception as error:
             raise CheckpointError(
-                f"{folder}: transformers cannot read it: {_first_line(error)}; copy it again"
+                f"{folder}: transformers cannot read it: {first_line(error)}; copy it again"
             ) from None
         for problem in ("missing", "unexpected"):
             if names := sorted(name for name in found[f"{problem}_keys"] if not name.endswith(CONSTANT)):
@@ -216,7 +216,7 @@ class PublicForm:
             publish_folder(temporary, folder)
         except Exception as error:
             remove_temp_folder(folder)
-            raise CheckpointError(f"{folder}: cannot be written: {_first_line(error)}") from None
+            raise CheckpointError(f"{folder}: cannot be written: {first_line(error)}") from None
 
     def our_settings(self, theirs: Any, where: Path) -> ModelConfig:
         """Our settings of a model with a configuration of the library, which messages name as `where`.
@@ -391,7 +391,7 @@ def read_their_tokenizer(folder: Path) -> HfTokenizer | None:
     try:
         token = tokenizers.Tokenizer.from_file(str(path)).id_to_token(eos) if isinstance(eos, int) else None
     except Exception as error:  # the library has none of its own
-        raise DataError(f"{path}: damaged: {_first_line(error)}; copy it again") from None
+        raise DataError(f"{path}: damaged: {first_line(error)}; copy it again") from None
     if token is None:
         raise DataError(f"{folder / CONFIG}: eos_token_id {eos} is no token of {path.name}; correct it")
     return hf_tokenizer(path, token, FORMS[-1])
@@ -494,7 +494,3 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         section, _, last = name.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[last] = value
     return tree
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".")

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import ConfigError
+from tost_lm.inference.generation import ForeignFacts
 from tost_lm.tasks.answers import Scorer, Scores, score_cell
 from tost_lm.tasks.context import CUE_TOKENS, KINDS, NAMES, SHOTS_INTRO, ContextConfig, ManyShot
 from tost_lm.tasks.haystacks import NOISE, Text
@@ -24,16 +25,8 @@ DOCUMENTS = [
     for book in range(4)
 ]
 TARGETS = 6
+FACTS = ForeignFacts(1500, None, "T")
 COPYING, CONTEXT_GAIN, MANY_SHOT_SEEN, MANY_SHOT_UNSEEN = CONTEXT
-
-
-class Facts(NamedTuple):
-    """Facts of a model."""
-
-    context_length: int = 1500
-    position_limit: int | None = None
-    pattern: str = "T"
-    kept_tokens: None = None
 
 
 @pytest.fixture(scope="module", params=["small vocabulary", "words"])
@@ -58,7 +51,9 @@ def make(name: str, tokenizer: Tokenizer, **changes: Any) -> Queries:
 
 def length_of(task: Queries, count: int = 9) -> int:
     """A length of a task's cell."""
-    return task.lengths(settings(shots=[count]), Facts())[0] if isinstance(task, ManyShot) else 200
+    return (
+        task.lengths(settings(shots=[count]), FACTS)[0] if isinstance(task, ManyShot) else 200
+    )
 
 
 def examples(task: Queries, samples: int) -> list[tuple[Query, ...]]:

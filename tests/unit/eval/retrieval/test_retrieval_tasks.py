@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
+from tost_lm.inference.generation import ForeignFacts
 from tost_lm.tasks.grid import find_text
 from tost_lm.tasks.haystacks import PAIRS, SENTENCE_ENDS, Text, listed, word_keys
 from tost_lm.tasks.needle import NAME as NEEDLE
@@ -23,15 +23,6 @@ from tost_lm.tasks.registry import find_tasks
 
 SAMPLES = 3
 NUMBER, UUID = r"\d{7}", r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-
-
-class Facts(NamedTuple):
-    """Facts of a model."""
-
-    context_length: int
-    position_limit: int | None
-    pattern: str = "T"
-    kept_tokens: None = None
 
 
 @pytest.fixture(params=["SentencePiece", "GPT-2"])
@@ -184,9 +175,9 @@ def test_word_keys_never_repeat():
 
 def test_default_lengths_are_those_that_fit(make_task):
     task = make_task()
-    assert task.lengths(NeedleConfig(samples=3), Facts(256, 256)) == [64, 128, 256]
-    assert task.lengths(NeedleConfig(samples=3), Facts(128, None)) == [64, 128]  # 32 is too short
-    assert task.lengths(NeedleConfig(samples=3, lengths=[300]), Facts(128, None)) == [300]
+    assert task.lengths(NeedleConfig(samples=3), ForeignFacts(256, 256, "T")) == [64, 128, 256]
+    assert task.lengths(NeedleConfig(samples=3), ForeignFacts(128, None, "T")) == [64, 128]  # 32 is too short
+    assert task.lengths(NeedleConfig(samples=3, lengths=[300]), ForeignFacts(128, None, "T")) == [300]
 
 
 @pytest.mark.parametrize("name", RETRIEVAL)
@@ -194,12 +185,12 @@ def test_impossible_lengths_are_rejected(make_task, name):
     task = make_task(name)
     limit = max(1500, shortest(task))
     with pytest.raises(ConfigError, match=rf"needle\.lengths: {limit + 1} exceeds the model's positions \({limit}\)"):
-        task.lengths(NeedleConfig(samples=3, lengths=[limit, limit + 1]), Facts(limit, limit))
+        task.lengths(NeedleConfig(samples=3, lengths=[limit, limit + 1]), ForeignFacts(limit, limit, "T"))
     with pytest.raises(ConfigError, match=rf"{re.escape(name)}, .* take {task.needed(3)}; raise it$"):
-        task.lengths(NeedleConfig(samples=3, lengths=[task.needed(3)]), Facts(1500, None))
+        task.lengths(NeedleConfig(samples=3, lengths=[task.needed(3)]), ForeignFacts(1500, None, "T"))
     if task.text:
         with pytest.raises(DataError, match="the text has"):
-            task.lengths(NeedleConfig(samples=3, lengths=[100_000]), Facts(1500, None))
+            task.lengths(NeedleConfig(samples=3, lengths=[100_000]), ForeignFacts(1500, None, "T"))
 
 
 def test_groups_of_tasks_have_a_name():
