@@ -26,9 +26,9 @@ def test_only_settings_and_results_hold_a_secret_of_a_path(workplace: Path):
     run("tost report", "runs/tiny", cwd=workplace)
     files = {path: path.read_bytes() for path in (workplace / "runs").rglob("*") if path.is_file()}
     names = {path.name for path in files}
-    assert {"env.json", "log.txt", "report.md", "report.html", "results.jsonl"} <= names
+    assert {"env.json", "log.txt", "report.md", "report.html", "results.json"} <= names
     assert any(name.endswith(".wandb") for name in names)
     assert any(name.startswith("events.out.tfevents") for name in names)
     assert {path.name for path, data in files.items() if SECRET.encode() in data} == {
-        "config.toml", "training.json", "results.json", "results.jsonl",
+        "config.toml", "training.json", "results.json",
     }  # fmt: skip

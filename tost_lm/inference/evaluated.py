@@ -3,8 +3,6 @@
 A result records the checkpoint (hash of its manifest), the text (fingerprint of the shards), the settings and the
 version of this package. It is reused while these are the same. Its last key is a hash, so that a result which was
 edited is not shown.
-
-All results on test sets and held-out text are listed in order of time in eval/results.jsonl.
 """
 
 import json
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from tost_lm.parallel.mesh import Mesh
 
 HUB = "hub:"
-HISTORY = "results.jsonl"
 SAMPLE = "sample"
 """The folder of a generated text."""
 
@@ -171,7 +168,7 @@ class EvaluatedCheckpoint:
     def write_results(self, task: str, identity: dict[str, Any], started: float, results: dict[str, Any]) -> None:
         """Write results.json; `started` is the time.monotonic() at which the evaluation began.
 
-        Results with a `headline`, the name of the cited total in `model`, are also appended to eval/results.jsonl.
+        Results that are cited have a `headline`, the name of the cited total in `model`.
         """
         whole = {
             "protocol": task,
@@ -183,8 +180,6 @@ class EvaluatedCheckpoint:
         path = self.results_path(task)
         write_result_file(path, whole)
         print(f"wrote {path}")
-        if "headline" in results:
-            append_to_history(self.home, whole)
 
 
 def open_valid(folder: Path) -> "Shards":
@@ -247,14 +242,3 @@ def pick_device() -> Literal["cuda", "cpu"]:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def append_to_history(home: Path, results: dict[str, Any]) -> None:
-    """Append the content of a task's results.json, without single examples."""
-    facts = {key: value for key, value in results.items() if key in ("protocol", "identity", "commit", "seconds")}
-    row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts, "headline": results["headline"]}
-    row |= {key: results[key] for key in ("window_tokens", "published_file", "model") if key in results}
-    with regular_file(home / "eval" / HISTORY).open(
-        "a"
-    ) as file:  # one write, which leaves the existing lines untouched
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -51,9 +51,7 @@ def make(name: str, tokenizer: Tokenizer, **changes: Any) -> Queries:
 
 def length_of(task: Queries, count: int = 9) -> int:
     """A length of a task's cell."""
-    return (
-        task.lengths(settings(shots=[count]), FACTS)[0] if isinstance(task, ManyShot) else 200
-    )
+    return task.lengths(settings(shots=[count]), FACTS)[0] if isinstance(task, ManyShot) else 200
 
 
 def examples(task: Queries, samples: int) -> list[tuple[Query, ...]]:

@@ -1,6 +1,5 @@
-"""Comparison with published results, and the history of all results."""
+"""Comparison with published results."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 from evaluations import scored
 
 from tost_lm.errors import ConfigError
-from tost_lm.inference.evaluated import append_to_history, write_result_file
+from tost_lm.inference.evaluated import write_result_file
 from tost_lm.tasks.published import PUBLISHED, side_by_side
 
 STRIDED, PAGES = "wikitext2@hf-stride1024", "wikitext2@lm-eval"
@@ -100,25 +99,3 @@ def test_a_folder_without_results_is_rejected(tmp_path: Path):
 def test_published_results_have_existing_protocols():
     for row in PUBLISHED:
         assert scored(row.task).name == row.task
-
-
-def test_the_history_has_every_result_in_order(tmp_path: Path):
-    identity = {"checkpoint": "step_00000010", "checkpoint_sha256": "c" * 64, "tokenizer_sha256": "t" * 64}
-    (tmp_path / "eval").mkdir()
-    (tmp_path / "eval/results.jsonl").write_text('{"cut\n')
-    for accuracy, published in ((0.25, True), (0.5, False), (0.75, None)):
-        totals = {"accuracy": accuracy, "accuracy_standard_error": 0.01, "examples": 5153}
-        append_to_history(
-            tmp_path,
-            {
-                "protocol": "lambada_openai@lm-eval", "identity": identity, "commit": "abc-dirty", "seconds": 2.0,
-                "headline": "accuracy", "window_tokens": 1024, "published_file": published, "model": totals,
-                "rows": [1],
-            },
-        )  # fmt: skip
-    damaged, *lines = (tmp_path / "eval/results.jsonl").read_text().split("\n")[:-1]
-    assert damaged == '{"cut'
-    rows = [json.loads(line) for line in lines]
-    assert [row["model"]["accuracy"] for row in rows] == [0.25, 0.5, 0.75]
-    assert all("rows" not in row and row["identity"] == identity and row["commit"] == "abc-dirty" for row in rows)
-    assert [row["published_file"] for row in rows] == [True, False, None]
