@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LIGHT, DARK, CONTRAST = "#8fb4d9", "#0b3c6f", "#c77700"
+DARK, CONTRAST = "#0b3c6f", "#c77700"
 LIGHT_ABOVE = 55  # light colours need black text
 POSITION = "position in the document (tokens, end of the bin)"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stage_records import progress
 
 from tost_lm.checkpointing.run_folder import read_record
 from tost_lm.errors import ConfigError
@@ -33,8 +34,10 @@ def numbers(chart: Chart) -> list[list[str]]:
 
 def test_the_loss_figure_has_training_and_validation_by_step(run_folder):
     add_rows(run_folder / "validation.jsonl", measurement(50, 5.5), measurement(100, 4.25))
-    page = Page("", figures="f")
-    assert "](f/loss.png)" in losses(RunRecord.read(run_folder), page, ())
+    page, (stage,) = Page("", figures="f"), progress(100, 2, 16).stages
+    stages = (stage, replace(stage, name="longer", first_step=50))
+    assert "](f/loss.png)" in losses(RunRecord.read(run_folder), page, stages)
+    assert [text.get_text() for text in page.charts["f/loss"].drawing.axes[0].texts] == ["longer"]
     header, *rows = numbers(page.charts["f/loss"])
     assert header == ["step", "training: mean (nats/token)", "validation: mean (nats/token)"]
     assert [(int(row[0]), float(row[1])) for row in rows] == [(step, 6 - step / 50) for step in range(10, 101, 10)]
