@@ -23,7 +23,9 @@ from tost_lm.config import validate
 from tost_lm.data.tokenizers import TOKENIZER_FILES, find_tokenizer, read_tokenizer
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import manifest_bytes, write_atomically
+from tost_lm.interop.hf import modeling_tost
 from tost_lm.interop.hf.cache import TostCache, put_rows, select_rows
+from tost_lm.interop.hf.modeling_tost import CACHE, real_tokens
 from tost_lm.mixers.plugins import plugin_files
 from tost_lm.model.block import Block, CheckpointWrapper, LMState, no_checkpoint
 from tost_lm.model.config import PRESETS, ModelConfig
@@ -32,8 +34,6 @@ from tost_lm.model.streaming import to_running_dtype
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.initialization import Normal, matrix_std, own_values
 
-CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
-"""The library's name of the cache, another one before 5.24."""
 MODELING = "modeling_tost.py"
 """The file beside this one that a folder contains if it alone computes the model: see `is_self_contained`."""
 AUTO_MAP = {"AutoConfig": "modeling_tost.TostConfig", "AutoModelForCausalLM": "modeling_tost.TostForCausalLM"}
@@ -63,12 +63,7 @@ class TostConfig(PreTrainedConfig):
 
     model_type = "tost"
     keys_to_ignore_at_inference = [CACHE]  # noqa: RUF012, the library's
-    attribute_map = {  # noqa: RUF012, the library's
-        "hidden_size": "width",
-        "num_hidden_layers": "layers",
-        "num_attention_heads": "heads",
-        "max_position_embeddings": "context_length",
-    }
+    attribute_map = modeling_tost.TostConfig.attribute_map
 
     bos_token_id: int | None = None
     eos_token_id: int | None = None
@@ -192,7 +187,8 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"past_key_values is a {type(cache).__name__}: give a TostCache, or leave it out")
         if labels is not None:
             labels = pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
-        real_BT = _real_tokens(input_ids, attention_mask, 0 if cache is None else cache.columns)
+        columns = 0 if cache is None else cache.columns
+        real_BT = None if attention_mask is None else real_tokens(input_ids, attention_mask, columns)
         loss, x_BTC, state = self._read(input_ids, real_BT, cache, labels, num_items_in_batch)
         if cache is not None:
             cache.state, cache.columns = state, cache.columns + input_ids.shape[1]
@@ -218,7 +214,7 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         """
         state = None if cache is None else cache.state
         options = {"label_count": label_count, "output_state": cache is not None}
-        if real_BT is None:
+        if real_BT is None or real_BT.all():
             output = self.model(tokens_BT, labels_BT, state, **options)
             return output.loss, output.logits, to_running_dtype(output.state)
         B, T = tokens_BT.shape
@@ -322,16 +318,3 @@ def seal(folder: Path) -> None:
     names = {"config.json", *TOKENIZER_FILES, *(path.name for path in found)}
     entries = {name: flush_and_hash(folder / name) for name in sorted(names) if (folder / name).is_file()}
     write_atomically(folder / MANIFEST, manifest_bytes({"format": FORMAT, "files": entries}))
-
-
-def _real_tokens(tokens_BT: Tensor, mask: Tensor | None, columns: int) -> Tensor | None:
-    """Whether each token is not padding, [B, T]; None: all. The mask also covers the `columns` before these."""
-    if mask is None:
-        return None
-    B, T = tokens_BT.shape
-    if mask.shape != (B, columns + T):
-        raise ValueError(
-            f"attention_mask must be [B, columns of the cache + T] = {[B, columns + T]}, got {list(mask.shape)}"
-        )
-    real_BT = mask[:, columns:] != 0
-    return None if real_BT.all() else real_BT

@@ -259,7 +259,7 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
             cache = TostCache()
         states, first_B, columns = ([], None, 0) if cache is None else (cache.states, cache.positions, cache.columns)
-        real_BT = _real_tokens(input_ids, attention_mask, columns)
+        real_BT = real_tokens(input_ids, attention_mask, columns)
         count_BT = _running_sum(real_BT, first_B)
         limit = self.config.max_positions
         if limit is not None and columns + real_BT.shape[1] > limit and (longest := int(count_BT.max())) > limit:
@@ -290,7 +290,7 @@ def _running_sum(x_BT: Tensor, before_B: Tensor | None) -> Tensor:
     return x_BT.cumsum(1) if before_B is None else before_B[:, None] + x_BT.cumsum(1)
 
 
-def _real_tokens(tokens_BT: Tensor, mask: Tensor | None, columns: int) -> Tensor:
+def real_tokens(tokens_BT: Tensor, mask: Tensor | None, columns: int) -> Tensor:
     """Whether each token is not padding, [B, T]. The mask also covers the `columns` before these."""
     if mask is None:
         return torch.ones_like(tokens_BT, dtype=torch.bool)
