@@ -1,15 +1,21 @@
 """The public operator, causal Token Statistics Self-Attention with state in and state out, and one step of it."""
 
+import os
+from functools import partial
+from importlib.util import find_spec
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from tost_lm.mixers.layer import HeadSoftmax
-from tost_lm.mixers.tssa.autograd import CausalTssa, SoftmaxOverHeads
-from tost_lm.mixers.tssa.backends import choose
-from tost_lm.mixers.tssa.phases import PhasedBackend
+from tost_lm.mixers.tssa import chunked
+from tost_lm.mixers.tssa.phases import CausalTssa, SoftmaxOverHeads, carries
 from tost_lm.mixers.tssa.statistics import TssaState, check_state, token_scores
 from tost_lm.ops.layout import LocalDocuments, SequenceShard, document_layout
 from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
+
+BACKENDS = ("chunked", "triton")
 
 
 def causal_tssa(
@@ -72,10 +78,9 @@ def causal_tssa(
         dtype = statistics_dtype(w)
         bias_BHT = None if bias is None else bias.to(dtype).expand(B, H, T)
         initial = [] if state is None else [x.to(torch.promote_types(x.dtype, dtype)) for x in state]
-        phases, w_MHD = choose(backend, w), w.reshape(B * T, H, D).contiguous()
+        phases, scan, w_MHD = _choose(backend, w), partial(carries, shard, local), w.reshape(B * T, H, D).contiguous()
         layout = document_layout(local.offsets, phases.chunk_tokens(H, D, w.device), w.device)
-        passes = PhasedBackend(phases, local, shard)
-        y_MHD, *final = CausalTssa.apply(passes, layout, heads, w_MHD, temp.to(dtype), bias_BHT, *initial)  # pyright: ignore[reportGeneralTypeIssues]
+        y_MHD, *final = CausalTssa.apply(phases, scan, layout, heads, w_MHD, temp.to(dtype), bias_BHT, *initial)  # pyright: ignore[reportGeneralTypeIssues]
     return y_MHD.view(B, T, H, D), TssaState(*final) if output_final_state else None
 
 
@@ -134,3 +139,31 @@ def _check_shapes(w: Tensor, temp: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"temp must be [H] = [{H}], got {list(temp.shape)}")
     if bias is not None and bias.shape not in ((H, T), (B, H, T)):
         raise ValueError(f"bias must be [H, T] = [{H}, {T}] or [B, H, T], got {list(bias.shape)}")
+
+
+def _choose(name: str | None, w_BTHD: Tensor) -> ModuleType:
+    """The module of a backend; None: of the default for w. Raises ValueError if it is unknown or cannot run."""
+    if name not in (None, *BACKENDS):
+        raise ValueError(f"unknown backend: {name!r}; use one of {', '.join(BACKENDS)}, or None for the default")
+    obstacle = _obstacle_to_triton(w_BTHD)
+    if name == "triton" and obstacle:
+        raise ValueError(f"backend {name!r} cannot run here: {obstacle}; use None for the default")
+    if name == "chunked" or obstacle or (name is None and not w_BTHD.is_cuda):
+        return chunked
+    from tost_lm.mixers.tssa import triton  # an optional package, and slow to import
+
+    return triton
+
+
+def _obstacle_to_triton(w_BTHD: Tensor) -> str | None:
+    """The reason why the Triton kernels cannot read w, or None."""
+    if not find_spec("triton"):
+        return "the package triton is not installed"
+    if not w_BTHD.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"w is on {w_BTHD.device}, but its kernels run on CUDA devices"
+    if w_BTHD.dtype == torch.float64:
+        return "its statistics are float32, too few digits for float64 inputs"
+    _, _, H, D = w_BTHD.shape
+    if H > 64 or D > 256:
+        return f"w has {H} heads of {D} channels, but its kernels support up to 64 of 256"
+    return None

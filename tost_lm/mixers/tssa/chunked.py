@@ -1,6 +1,6 @@
 """The phases of causal TSSA in PyTorch, chunk by chunk, for any device and dtype. A chunk fits the cache of a CPU.
 
-Interface and shapes as in `phases`; t tokens of a chunk.
+Shapes as in `phases`; t tokens of a chunk.
 
 Source: arXiv 2412.17810, released causal form; the backward is derived from it. With a = 1/(1 + S2/N′), N′ = N + 1e-8
 and u = temp·dz:
@@ -22,46 +22,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tost_lm.mixers.layer import HeadSoftmax
-from tost_lm.mixers.tssa.phases import LocalSoftmax, Scoring, Sums
+from tost_lm.mixers.tssa.phases import Inputs, LocalSoftmax, Stored, Sums
 from tost_lm.mixers.tssa.statistics import ENERGY_FLOOR
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
 from tost_lm.sizes import CPU_CHUNK_ELEMENTS, DEVICE_CHUNK_ELEMENTS
 
 
-class Scratch:
-    """Tensors of one chunk's size that all chunks reuse: allocating new memory costs more time than the arithmetic."""
-
-    def __init__(self, w_MHD: Tensor, layout: Layout):
-        longest = min(layout.chunk_tokens, len(w_MHD))
-        self._allocate = lambda: w_MHD.new_empty(longest, *w_MHD.shape[1:], dtype=statistics_dtype(w_MHD))
-        self._tensors: list[Tensor] = []
-        self._used = 0
-
-    def reset(self) -> None:
-        """Start a new chunk: all tensors are free again."""
-        self._used = 0
-
-    def empty(self, tokens: int) -> Tensor:
-        """An uninitialised tensor [t, H, D]."""
-        if self._used == len(self._tensors):
-            self._tensors.append(self._allocate())
-        self._used += 1
-        return self._tensors[self._used - 1][:tokens]
-
-
 class Chunk:
-    """Tokens `tokens` of a document."""
+    """Tokens `tokens` of a document. The memory of its tensors is `scratch`, which all chunks reuse: allocating new
+    memory costs more time than the arithmetic."""
 
-    def __init__(self, index: int, start: int, end: int, scratch: Scratch):
-        self.index, self.tokens = index, slice(start, end)
-        self._length = end - start
-        self._scratch = scratch
+    def __init__(self, index: int, start: int, end: int, inputs: Inputs, scratch: list[Tensor]):
+        self.index, self.tokens, self.inputs = index, slice(start, end), inputs
+        self._scratch, self._used = scratch, 0
 
     def new(self) -> Tensor:
         """An uninitialised tensor [t, H, D] in the statistics dtype, valid until the next chunk."""
-        return self._scratch.empty(self._length)
+        if self._used == len(self._scratch):
+            w_MHD = self.inputs.w_MHD
+            longest = min(self.inputs.layout.chunk_tokens, len(w_MHD))
+            self._scratch.append(w_MHD.new_empty(longest, *w_MHD.shape[1:], dtype=statistics_dtype(w_MHD)))
+        self._used += 1
+        return self._scratch[self._used - 1][: self.tokens.stop - self.tokens.start]
 
     def read(self, x_MHD: Tensor) -> Tensor:
         """The chunk's tokens in the statistics dtype; do not modify them."""
@@ -72,20 +55,22 @@ class Chunk:
         """x · y in scratch memory."""
         return torch.mul(x, y, out=self.new())
 
-    def score_bias(self, scoring: Scoring, channels: int) -> Tensor | float:
-        """The bias in the score, [t, H] or 0."""
-        if scoring.bias_BHT is None:
-            return 0.0
-        b, t = divmod(self.tokens.start, scoring.bias_BHT.shape[-1])
-        return channels * scoring.bias_BHT[b, :, t : t + self._length].T
+    def scores(self, shares_tH: Tensor) -> Tensor:
+        """z/temp from Σ_d w²/S1, [t, H]."""
+        bias_BHT = self.inputs.bias_BHT
+        if bias_BHT is None:
+            return shares_tH
+        b, t = divmod(self.tokens.start, bias_BHT.shape[-1])
+        channels, length = self.inputs.w_MHD.shape[-1], len(shares_tH)
+        return shares_tH + channels * bias_BHT[b, :, t : t + length].T
 
 
-def chunks(w_MHD: Tensor, layout: Layout) -> Iterator[Chunk]:
+def chunks(inputs: Inputs) -> Iterator[Chunk]:
     """All chunks. The next chunk reuses the scratch memory of this one."""
-    scratch = Scratch(w_MHD, layout)
-    for index, (start, end) in enumerate(zip(layout.start_K.tolist(), layout.end_K.tolist(), strict=True)):
-        scratch.reset()
-        yield Chunk(index, start, end, scratch)
+    scratch: list[Tensor] = []
+    starts_and_ends = zip(inputs.layout.start_K.tolist(), inputs.layout.end_K.tolist(), strict=True)
+    for index, (start, end) in enumerate(starts_and_ends):
+        yield Chunk(index, start, end, inputs, scratch)
 
 
 def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
@@ -95,114 +80,97 @@ def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
     return max(32, elements // (heads * channels) // SCAN_ROWS * SCAN_ROWS)
 
 
-def energy(w_MHD: Tensor, layout: Layout) -> Sums:
+def energy(inputs: Inputs) -> Sums:
     """(a) Σ w²."""
-    sums_KHD = _rows(w_MHD, layout)
-    for chunk in chunks(w_MHD, layout):
-        w = chunk.read(w_MHD)
+    sums_KHD = _rows(inputs)
+    for chunk in chunks(inputs):
+        w = chunk.read(inputs.w_MHD)
         sums_KHD[chunk.index] = chunk.product(w, w).sum(0)
-    return _over_earlier_chunks(sums_KHD, layout)
+    return _over_earlier_chunks(sums_KHD, inputs.layout)
 
 
-def memberships(
-    w_MHD: Tensor, layout: Layout, scoring: Scoring, energy_KHD: Tensor, softmax: HeadSoftmax | None = None
-) -> tuple[Tensor, Sums, Sums]:
-    """(b) Π, Σ Π·w² and Σ Π."""
+def memberships(inputs: Inputs, energy_KHD: Tensor) -> tuple[Tensor, Sums, Sums]:
+    """(b) Π [M, H], Σ Π·w² and Σ Π, given S1 before each chunk."""
+    w_MHD, layout = inputs.w_MHD, inputs.layout
     z_MH = w_MHD.new_empty(w_MHD.shape[:2], dtype=statistics_dtype(w_MHD))
-    for chunk in chunks(w_MHD, layout):
+    for chunk in chunks(inputs):
         w = chunk.read(w_MHD)
         w_sq, energy_t = chunk.product(w, w), chunk.product(w, w)
         running_sum_(energy_t, energy_KHD[chunk.index])
-        z_MH[chunk.tokens] = scoring.temp_H * scores(chunk, energy_shares(w_sq, energy_t), scoring, w.shape[-1])
-    pi_MH = (softmax or LocalSoftmax()).forward(z_MH)
-    weighted_KHD = _rows(w_MHD, layout)
+        shares_tH = torch.div(w_sq, energy_t.clamp_min_(ENERGY_FLOOR), out=energy_t).sum(-1)
+        z_MH[chunk.tokens] = inputs.temp_H * chunk.scores(shares_tH)
+    pi_MH = (inputs.softmax or LocalSoftmax()).forward(z_MH)
+    weighted_KHD = _rows(inputs)
     mass_KH = torch.empty_like(weighted_KHD[..., 0])
-    for chunk in chunks(w_MHD, layout):
+    for chunk in chunks(inputs):
         w, pi = chunk.read(w_MHD), pi_MH[chunk.tokens]
         weighted_KHD[chunk.index] = chunk.product(w, w).mul_(pi[..., None]).sum(0)
         mass_KH[chunk.index] = pi.sum(0)
     return pi_MH, _over_earlier_chunks(weighted_KHD, layout), _over_earlier_chunks(mass_KH, layout)
 
 
-def output(w_MHD: Tensor, layout: Layout, pi_MH: Tensor, weighted_KHD: Tensor, mass_KH: Tensor) -> Tensor:
-    """(c) y."""
-    y_MHD = torch.empty_like(w_MHD)
-    for chunk in chunks(w_MHD, layout):
-        w, pi = chunk.read(w_MHD), pi_MH[chunk.tokens]
+def output(inputs: Inputs, stored: Stored) -> Tensor:
+    """(c) y = −Π·w / (1 + S2/N′), [M, H, D] in w's dtype."""
+    y_MHD = torch.empty_like(inputs.w_MHD)
+    for chunk in chunks(inputs):
+        w, pi = chunk.read(inputs.w_MHD), stored.pi_MH[chunk.tokens]
         weighted = chunk.product(w, w).mul_(pi[..., None])
-        running_sum_(weighted, weighted_KHD[chunk.index])
-        mass = pi.cumsum(0) + mass_KH[chunk.index]
-        y_MHD[chunk.tokens] = output_of(w, pi, weighted, mass, out=chunk.new())
+        running_sum_(weighted, stored.weighted_KHD[chunk.index])
+        mass = pi.cumsum(0) + stored.mass_KH[chunk.index] + MASS_FLOOR
+        y = torch.mul(w, (-pi * mass)[..., None], out=chunk.new()).div_(weighted.add_(mass[..., None]))
+        y_MHD[chunk.tokens] = y
     return y_MHD
 
 
-def output_backward(
-    dy_MHD: Tensor, w_MHD: Tensor, layout: Layout, pi_MH: Tensor, weighted_KHD: Tensor, mass_KH: Tensor
-) -> tuple[Sums, Sums]:
+def output_backward(dy_MHD: Tensor, inputs: Inputs, stored: Stored) -> tuple[Sums, Sums]:
     """(c′) The gradients of S2 and N."""
-    d_weighted_KHD = _rows(w_MHD, layout)
+    d_weighted_KHD = _rows(inputs)
     d_mass_KH = torch.empty_like(d_weighted_KHD[..., 0])
-    for chunk in chunks(w_MHD, layout):
-        out = _output_gradients(chunk, dy_MHD, w_MHD, pi_MH, weighted_KHD, mass_KH)
+    for chunk in chunks(inputs):
+        out = output_gradients(chunk, dy_MHD, stored)
         d_weighted_KHD[chunk.index] = out.d_weighted.sum(0)
         d_mass_KH[chunk.index] = out.d_mass.sum(0)
-    return _over_later_chunks(d_weighted_KHD, layout), _over_later_chunks(d_mass_KH, layout)
+    return _over_later_chunks(d_weighted_KHD, inputs.layout), _over_later_chunks(d_mass_KH, inputs.layout)
 
 
 def memberships_backward(
-    dy_MHD: Tensor,
-    w_MHD: Tensor,
-    layout: Layout,
-    scoring: Scoring,
-    pi_MH: Tensor,
-    energy_KHD: Tensor,
-    weighted_KHD: Tensor,
-    mass_KH: Tensor,
-    d_weighted_KHD: Tensor,
-    d_mass_KH: Tensor,
-    softmax: HeadSoftmax | None = None,
+    dy_MHD: Tensor, inputs: Inputs, stored: Stored, d_weighted_KHD: Tensor, d_mass_KH: Tensor
 ) -> tuple[Tensor, Tensor, Sums]:
-    """(b′) The gradients of z, of temp and of S1."""
-    d_pi_MH = torch.empty_like(pi_MH)
-    for chunk in chunks(w_MHD, layout):
-        out = _output_gradients(chunk, dy_MHD, w_MHD, pi_MH, weighted_KHD, mass_KH)
+    """(b′) The gradients of z [M, H] and of temp [H], and of S1, given R2 and RN after each chunk."""
+    d_pi_MH = torch.empty_like(stored.pi_MH)
+    for chunk in chunks(inputs):
+        out = output_gradients(chunk, dy_MHD, stored)
         running_sum_(out.d_weighted, d_weighted_KHD[chunk.index], newest_first=True)
-        d_mass = suffix(out.d_mass, d_mass_KH[chunk.index])
-        d_pi_MH[chunk.tokens] = membership_gradient(chunk, out, d_mass)
-    d_z_MH = (softmax or LocalSoftmax()).backward(pi_MH, d_pi_MH)
-    d_energy_KHD = _rows(w_MHD, layout)
-    d_temp_H = torch.zeros_like(scoring.temp_H)
-    for chunk in chunks(w_MHD, layout):
-        w = chunk.read(w_MHD)
-        w_sq = chunk.product(w, w)
-        score = score_gradients(chunk, d_z_MH[chunk.tokens], w_sq, energy_KHD[chunk.index], scoring)
+        d_mass = out.d_mass.flip(0).cumsum(0).flip(0) + d_mass_KH[chunk.index]
+        d_pi_MH[chunk.tokens] = chunk.product(out.d_weighted, out.w_sq).sub_(out.dy_a_w).sum(-1) + d_mass
+    d_z_MH = (inputs.softmax or LocalSoftmax()).backward(stored.pi_MH, d_pi_MH)
+    d_energy_KHD = _rows(inputs)
+    d_temp_H = torch.zeros_like(inputs.temp_H)
+    for chunk in chunks(inputs):
+        w = chunk.read(inputs.w_MHD)
+        score = score_gradients(chunk, d_z_MH[chunk.tokens], chunk.product(w, w), stored.energy_KHD[chunk.index])
         d_energy_KHD[chunk.index] = score.d_energy.sum(0)
         d_temp_H += score.d_temp
-    return d_z_MH, d_temp_H, _over_later_chunks(d_energy_KHD, layout)
+    return d_z_MH, d_temp_H, _over_later_chunks(d_energy_KHD, inputs.layout)
 
 
 def energy_backward(
-    dy_MHD: Tensor,
-    w_MHD: Tensor,
-    layout: Layout,
-    scoring: Scoring,
-    pi_MH: Tensor,
-    d_z_MH: Tensor,
-    energy_KHD: Tensor,
-    weighted_KHD: Tensor,
-    mass_KH: Tensor,
-    d_energy_KHD: Tensor,
-    d_weighted_KHD: Tensor,
+    dy_MHD: Tensor, inputs: Inputs, stored: Stored, d_z_MH: Tensor, d_energy_KHD: Tensor, d_weighted_KHD: Tensor
 ) -> Tensor:
-    """(a′) dw."""
-    dw_MHD = torch.empty_like(w_MHD)
-    for chunk in chunks(w_MHD, layout):
-        k = chunk.index
-        out = _output_gradients(chunk, dy_MHD, w_MHD, pi_MH, weighted_KHD, mass_KH)
+    """(a′) dw [M, H, D] in w's dtype, given R1 and R2 after each chunk."""
+    dw_MHD = torch.empty_like(inputs.w_MHD)
+    for chunk in chunks(inputs):
+        k, pi = chunk.index, stored.pi_MH[chunk.tokens]
+        out = output_gradients(chunk, dy_MHD, stored)
         running_sum_(out.d_weighted, d_weighted_KHD[k], newest_first=True)
-        score = score_gradients(chunk, d_z_MH[chunk.tokens], out.w_sq, energy_KHD[k], scoring)
+        score = score_gradients(chunk, d_z_MH[chunk.tokens], out.w_sq, stored.energy_KHD[k])
         running_sum_(score.d_energy, d_energy_KHD[k], newest_first=True)
-        dw_MHD[chunk.tokens] = token_gradient(chunk.read(w_MHD), pi_MH[chunk.tokens], out, score, d_energy_KHD[k])
+        # R1 at a token is the sum from the next token on. It is read there, because a subtraction would cancel.
+        through_w_sq = out.d_weighted.mul_(pi[..., None]).sub_(score.minus_d_w_sq)
+        through_w_sq[:-1] += score.d_energy[1:]
+        through_w_sq[-1] += d_energy_KHD[k]
+        w, dy_a = chunk.read(inputs.w_MHD), out.dy_a.mul_(-pi[..., None])
+        dw_MHD[chunk.tokens] = torch.addcmul(dy_a, through_w_sq, w, value=2, out=dy_a)
     return dw_MHD
 
 
@@ -250,27 +218,6 @@ def running_sum_(x: Tensor, carry: Tensor, newest_first: bool = False) -> None:
         running_sum_(rest, sums_of_groups[-1])
 
 
-def suffix(x: Tensor, after: Tensor) -> Tensor:
-    """Sums [t, H] from each token on, on top of `after`."""
-    return x.flip(0).cumsum(0).flip(0) + after
-
-
-def energy_shares(w_sq: Tensor, energy: Tensor) -> Tensor:
-    """Σ_d w²/S1, [t, H]; overwrites `energy`."""
-    return torch.div(w_sq, energy.clamp_min_(ENERGY_FLOOR), out=energy).sum(-1)
-
-
-def scores(chunk: Chunk, shares_tH: Tensor, scoring: Scoring, channels: int) -> Tensor:
-    """z/temp, [t, H]."""
-    return shares_tH + chunk.score_bias(scoring, channels)
-
-
-def output_of(w: Tensor, pi: Tensor, weighted: Tensor, mass: Tensor, out: Tensor) -> Tensor:
-    """y = −Π·w / (1 + S2/N′), into `out`; overwrites `weighted`."""
-    mass = mass + MASS_FLOOR
-    return torch.mul(w, (-pi * mass)[..., None], out=out).div_(weighted.add_(mass[..., None]))
-
-
 class OutputGradients(NamedTuple):
     """Gradients computed from dy, and w². The gradients of S2 and N are the terms of each token."""
 
@@ -285,24 +232,17 @@ class OutputGradients(NamedTuple):
     """−Σ_d q·S2/N′, [t, H]."""
 
 
-def output_gradients(
-    chunk: Chunk, dy: Tensor, w: Tensor, pi: Tensor, weighted_before: Tensor, mass_before: Tensor
-) -> OutputGradients:
-    """Given S2 and N before the chunk."""
+def output_gradients(chunk: Chunk, dy_MHD: Tensor, stored: Stored) -> OutputGradients:
+    dy, w, pi = chunk.read(dy_MHD), chunk.read(chunk.inputs.w_MHD), stored.pi_MH[chunk.tokens]
     w_sq = chunk.product(w, w)
     weighted = chunk.product(w_sq, pi[..., None])
-    running_sum_(weighted, weighted_before)
-    mass = pi.cumsum(0).add_(mass_before).add_(MASS_FLOOR)
+    running_sum_(weighted, stored.weighted_KHD[chunk.index])
+    mass = pi.cumsum(0).add_(stored.mass_KH[chunk.index]).add_(MASS_FLOOR)
     whole = torch.add(weighted, mass[..., None], out=chunk.new())  # N′·(1 + S2/N′), so a = N′/whole
     dy_a = chunk.product(dy, mass[..., None]).div_(whole)
     dy_a_w = chunk.product(dy_a, w)
     q = chunk.product(dy_a_w, pi[..., None]).div_(whole)
     return OutputGradients(w_sq, dy_a, dy_a_w, q, -weighted.mul_(q).sum(-1) / mass)
-
-
-def membership_gradient(chunk: Chunk, out: OutputGradients, d_mass: Tensor) -> Tensor:
-    """dΠ [t, H], given RN at each token. `out.d_weighted` must be R2 by now."""
-    return chunk.product(out.d_weighted, out.w_sq).sub_(out.dy_a_w).sum(-1) + d_mass
 
 
 class ScoreGradients(NamedTuple):
@@ -316,44 +256,24 @@ class ScoreGradients(NamedTuple):
     """[H], summed over the chunk."""
 
 
-def score_gradients(chunk: Chunk, d_z: Tensor, w_sq: Tensor, energy_before: Tensor, scoring: Scoring) -> ScoreGradients:
+def score_gradients(chunk: Chunk, d_z: Tensor, w_sq: Tensor, energy_before: Tensor) -> ScoreGradients:
     """Given S1 before the chunk."""
-    channels = w_sq.shape[-1]
     energy = chunk.new().copy_(w_sq)
     running_sum_(energy, energy_before)
     # S1 never decreases, so if any token is below the floor, the chunk's first is.
     constant = energy < ENERGY_FLOOR if bool((energy[0] < ENERGY_FLOOR).any()) else None
     share = torch.div(w_sq, energy.clamp_min_(ENERGY_FLOOR), out=chunk.new())
-    d_temp = (d_z * scores(chunk, share.sum(-1), scoring, channels)).sum(0)
-    minus_d_share = torch.div(-(scoring.temp_H * d_z)[..., None], energy, out=energy)
+    d_temp = (d_z * chunk.scores(share.sum(-1))).sum(0)
+    minus_d_share = torch.div(-(chunk.inputs.temp_H * d_z)[..., None], energy, out=energy)
     if constant is not None:
         share.masked_fill_(constant, 0)
     d_energy = share.mul_(minus_d_share)
     return ScoreGradients(minus_d_share.sub_(d_energy), d_energy, d_temp)
 
 
-def token_gradient(
-    w: Tensor, pi: Tensor, out: OutputGradients, score: ScoreGradients, d_energy_after: Tensor
-) -> Tensor:
-    """dw; overwrites `out` and `score`. `out.d_weighted` must be R2, and `score.d_energy` summed from each token on.
-
-    R1 at a token is the sum from the next token on. It is read there, because a subtraction would cancel.
-    """
-    through_w_sq = out.d_weighted.mul_(pi[..., None]).sub_(score.minus_d_w_sq)
-    through_w_sq[:-1] += score.d_energy[1:]
-    through_w_sq[-1] += d_energy_after
-    return torch.addcmul(out.dy_a.mul_(-pi[..., None]), through_w_sq, w, value=2, out=out.dy_a)
-
-
-def _output_gradients(
-    chunk: Chunk, dy_MHD: Tensor, w_MHD: Tensor, pi_MH: Tensor, weighted_KHD: Tensor, mass_KH: Tensor
-) -> OutputGradients:
-    dy, w, pi = chunk.read(dy_MHD), chunk.read(w_MHD), pi_MH[chunk.tokens]
-    return output_gradients(chunk, dy, w, pi, weighted_KHD[chunk.index], mass_KH[chunk.index])
-
-
-def _rows(w_MHD: Tensor, layout: Layout) -> Tensor:
-    return w_MHD.new_empty(len(layout.start_K), *w_MHD.shape[1:], dtype=statistics_dtype(w_MHD))
+def _rows(inputs: Inputs) -> Tensor:
+    w_MHD = inputs.w_MHD
+    return w_MHD.new_empty(len(inputs.layout.start_K), *w_MHD.shape[1:], dtype=statistics_dtype(w_MHD))
 
 
 def _over_earlier_chunks(rows_K: Tensor, layout: Layout) -> Sums:

@@ -20,7 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tost_lm.mixers.tssa import triton as phases
-from tost_lm.mixers.tssa.phases import Scoring
+from tost_lm.mixers.tssa.phases import Inputs, Stored
 from tost_lm.mixers.tssa.triton import tiles
 from tost_lm.ops import cross_entropy_triton
 from tost_lm.ops.layout import document_layout
@@ -82,16 +82,16 @@ def call_every_phase(dtype: torch.dtype, H: int, D: int, has_bias: bool, ends: l
     M, K = layout.offsets[-1], len(layout.start_K)
     w, sums_KHD, sums_KH, pi_MH = torch.zeros(M, H, D, dtype=dtype), *map(torch.zeros, ((K, H, D), (K, H), (M, H)))
     bias_BHT = torch.zeros(1, H, M, dtype=dtype) if has_bias else None
-    scoring = Scoring(torch.zeros(H, dtype=dtype), bias_BHT)
-    before = sums_KHD, sums_KHD, sums_KH
-    phases.energy(w, layout)
+    inputs = Inputs(w, layout, torch.zeros(H, dtype=dtype), bias_BHT)
+    stored = Stored(pi_MH, sums_KHD, sums_KHD, sums_KH)
+    phases.energy(inputs)
     long = document_layout((0, (tiles.NARROW[0] + 1) * tiles.TOKENS.value), tiles.TOKENS.value, cpu)
     tiles.sums(torch.zeros(len(long.start_K), H, D), long)
-    phases.memberships(w, layout, scoring, sums_KHD)
-    phases.output(w, layout, pi_MH, sums_KHD, sums_KH)
-    phases.output_backward(w, w, layout, pi_MH, sums_KHD, sums_KH)
-    phases.memberships_backward(w, w, layout, scoring, pi_MH, *before, sums_KHD, sums_KH)
-    phases.energy_backward(w, w, layout, scoring, pi_MH, pi_MH, *before, sums_KHD, sums_KHD)
+    phases.memberships(inputs, sums_KHD)
+    phases.output(inputs, stored)
+    phases.output_backward(w, inputs, stored)
+    phases.memberships_backward(w, inputs, stored, sums_KHD, sums_KH)
+    phases.energy_backward(w, inputs, stored, pi_MH, sums_KHD, sums_KHD)
 
 
 def call_loss(dtype: torch.dtype, V: int) -> None:

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from reference import causal_tssa_by_loops
 from tssa_naive import causal_tssa_naive
 
-from tost_lm.mixers.tssa.backends import BACKENDS
-from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
-from tost_lm.mixers.tssa.phases import PhasedBackend
+from tost_lm.mixers.tssa import chunked
+from tost_lm.mixers.tssa.causal import BACKENDS, causal_tssa, tssa_step
 from tost_lm.mixers.tssa.statistics import TssaState
 
 pytestmark = pytest.mark.quick
@@ -88,17 +87,17 @@ def test_a_backend_that_cannot_run_gives_the_reason(monkeypatch: pytest.MonkeyPa
     for reason, w in reasons.items():
         with pytest.raises(ValueError, match=f"'triton' cannot run here: .*{reason}"):
             causal_tssa(w, torch.ones(w.shape[2], device=w.device), backend="triton")
-    monkeypatch.setattr("tost_lm.mixers.tssa.backends.find_spec", lambda name: None)
+    monkeypatch.setattr("tost_lm.mixers.tssa.causal.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="the package triton is not installed"):
         causal_tssa(torch.ones(1, 4, 2, 3), torch.ones(2), backend="triton")
 
 
 def test_a_cpu_operator_stays_in_the_calling_thread(monkeypatch: pytest.MonkeyPatch):
     threads, seen = torch.get_num_threads(), []
-    for name in ("forward", "backward"):
-        run = getattr(PhasedBackend, name)
+    for name in ("output", "energy_backward"):
+        run = getattr(chunked, name)
         seen_by = lambda *arguments, run=run: seen.append(torch.get_num_threads()) or run(*arguments)
-        monkeypatch.setattr(PhasedBackend, name, seen_by)
+        monkeypatch.setattr(chunked, name, seen_by)
     torch.set_num_threads(3)
     try:
         causal_tssa(torch.randn(1, 40, 2, 3, requires_grad=True), torch.ones(2))[0].sum().backward()

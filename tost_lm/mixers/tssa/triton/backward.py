@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tost_lm.mixers.layer import HeadSoftmax
-from tost_lm.mixers.tssa.phases import Scoring, Sums
+from tost_lm.mixers.tssa.phases import Inputs, Stored, Sums
 from tost_lm.mixers.tssa.triton.forward import new_sums
 from tost_lm.mixers.tssa.triton.tiles import (
     ENERGY_FLOOR,
@@ -32,24 +31,19 @@ from tost_lm.mixers.tssa.triton.tiles import (
     sum_of_thread,
     sums,
 )
-from tost_lm.ops.layout import Layout
 from tost_lm.ops.triton_tokens import MASS_FLOOR, chunk_and_part, load_token, reciprocal, store_token, tokens_of_chunk
 
 CHANNELS = tl.constexpr(2)
 """Channels of a thread in (b′) and (a′). With four their registers would not suffice."""
 
 
-def output_backward(
-    dy_MHD: Tensor, w_MHD: Tensor, layout: Layout, pi_MH: Tensor, weighted_KHD: Tensor, mass_KH: Tensor
-) -> tuple[Sums, Sums]:
+def output_backward(dy_MHD: Tensor, inputs: Inputs, stored: Stored) -> tuple[Sums, Sums]:
     """(c′) The gradients of S2 and N."""
-    d_weighted_KHD = new_sums(w_MHD, layout)
+    d_weighted_KHD = new_sums(inputs)
     d_mass_KH = torch.empty_like(d_weighted_KHD[..., 0])
-    launch(
-        output_backward_kernel, w_MHD, layout, dy_MHD, pi_MH, weighted_KHD, mass_KH, d_weighted_KHD, d_mass_KH,
-        channels=4,
-    )  # fmt: skip
-    return sums(d_weighted_KHD, layout, reverse=True), sums(d_mass_KH, layout, reverse=True)
+    before = stored.pi_MH, stored.weighted_KHD, stored.mass_KH
+    launch(output_backward_kernel, inputs, dy_MHD, *before, d_weighted_KHD, d_mass_KH, channels=4)
+    return sums(d_weighted_KHD, inputs.layout, reverse=True), sums(d_mass_KH, inputs.layout, reverse=True)
 
 
 @triton.jit
@@ -90,28 +84,18 @@ def output_gradients(w_GD, dy_GD, pi_G, weighted_GD, mass_G):
 
 
 def memberships_backward(
-    dy_MHD: Tensor,
-    w_MHD: Tensor,
-    layout: Layout,
-    scoring: Scoring,
-    pi_MH: Tensor,
-    energy_KHD: Tensor,
-    weighted_KHD: Tensor,
-    mass_KH: Tensor,
-    d_weighted_KHD: Tensor,
-    d_mass_KH: Tensor,
-    softmax: HeadSoftmax | None = None,
+    dy_MHD: Tensor, inputs: Inputs, stored: Stored, d_weighted_KHD: Tensor, d_mass_KH: Tensor
 ) -> tuple[Tensor, Tensor, Sums]:
     """(b′) The gradients of z, of temp and of S1. With a separate softmax, w is read before and after it."""
-    d_energy_KHD = new_sums(w_MHD, layout)
+    d_energy_KHD, layout, softmax, pi_MH = new_sums(inputs), inputs.layout, inputs.softmax, stored.pi_MH
     d_temp_KH = torch.empty_like(d_energy_KHD[..., 0])
 
     def run(stage: str, d_z_MH: Tensor) -> Tensor:
         launch(
-            memberships_backward_kernel, w_MHD, layout,
-            dy_MHD, pi_MH, energy_KHD, weighted_KHD, mass_KH, d_weighted_KHD, d_mass_KH,
+            memberships_backward_kernel, inputs,
+            dy_MHD, *stored, d_weighted_KHD, d_mass_KH,
             d_z_MH, d_temp_KH, d_energy_KHD,
-            **scoring_arguments(scoring, w_MHD), STAGE=stage, channels=CHANNELS.value,
+            **scoring_arguments(inputs), STAGE=stage, channels=CHANNELS.value,
             all_heads=stage in ("all", "softmax"),
         )  # fmt: skip
         return d_z_MH
@@ -238,31 +222,20 @@ def of_step(values, step):
 
 
 def energy_backward(
-    dy_MHD: Tensor,
-    w_MHD: Tensor,
-    layout: Layout,
-    scoring: Scoring,
-    pi_MH: Tensor,
-    d_z_MH: Tensor,
-    energy_KHD: Tensor,
-    weighted_KHD: Tensor,
-    mass_KH: Tensor,
-    d_energy_KHD: Tensor,
-    d_weighted_KHD: Tensor,
+    dy_MHD: Tensor, inputs: Inputs, stored: Stored, d_z_MH: Tensor, d_energy_KHD: Tensor, d_weighted_KHD: Tensor
 ) -> Tensor:
     """(a′) dw."""
-    dw_MHD = torch.empty_like(w_MHD, memory_format=torch.contiguous_format)
+    dw_MHD = torch.empty_like(inputs.w_MHD, memory_format=torch.contiguous_format)
     launch(
-        energy_backward_kernel, w_MHD, layout,
-        dy_MHD, pi_MH, d_z_MH, energy_KHD, weighted_KHD, mass_KH, d_energy_KHD, d_weighted_KHD, dw_MHD,
-        scoring.temp_H, channels=CHANNELS.value,
+        energy_backward_kernel, inputs, dy_MHD, *stored, d_z_MH, d_energy_KHD, d_weighted_KHD, dw_MHD,
+        inputs.temp_H, channels=CHANNELS.value,
     )  # fmt: skip
     return dw_MHD
 
 
 @triton.jit
 def energy_backward_kernel(
-    w_MHD, start_K, end_K, dy_MHD, pi_MH, d_z_MH, energy_KHD, weighted_KHD, mass_KH, d_energy_KHD, d_weighted_KHD,
+    w_MHD, start_K, end_K, dy_MHD, pi_MH, energy_KHD, weighted_KHD, mass_KH, d_z_MH, d_energy_KHD, d_weighted_KHD,
     dw_MHD, temp_H, H: tl.constexpr, D: tl.constexpr, G_: tl.constexpr, D_: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """A token's own term through S1 is combined with that of w²/S1: u·(S1 − w²)/S1², with S1 − w² = S1 before the

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tost_lm.mixers.layer import HeadSoftmax
-from tost_lm.mixers.tssa.phases import Scoring, Sums
+from tost_lm.mixers.tssa.phases import Inputs, Stored, Sums
 from tost_lm.mixers.tssa.triton.tiles import (
     RUN_TIME,
     STEP,
@@ -24,15 +23,14 @@ from tost_lm.mixers.tssa.triton.tiles import (
     stack,
     sums,
 )
-from tost_lm.ops.layout import Layout
 from tost_lm.ops.triton_tokens import MASS_FLOOR, chunk_and_part, load_token, reciprocal, store_token, tokens_of_chunk
 
 
-def energy(w_MHD: Tensor, layout: Layout) -> Sums:
+def energy(inputs: Inputs) -> Sums:
     """(a) Σ w²."""
-    energy_KHD = new_sums(w_MHD, layout)
-    launch(energy_kernel, w_MHD, layout, energy_KHD, channels=4)
-    return sums(energy_KHD, layout)
+    energy_KHD = new_sums(inputs)
+    launch(energy_kernel, inputs, energy_KHD, channels=4)
+    return sums(energy_KHD, inputs.layout)
 
 
 @triton.jit
@@ -53,21 +51,19 @@ def energy_kernel(
     tl.store(energy_KHD + k * (H * D) + d_GD, energy_GD, mask=real_GD)
 
 
-def memberships(
-    w_MHD: Tensor, layout: Layout, scoring: Scoring, energy_KHD: Tensor, softmax: HeadSoftmax | None = None
-) -> tuple[Tensor, Sums, Sums]:
+def memberships(inputs: Inputs, energy_KHD: Tensor) -> tuple[Tensor, Sums, Sums]:
     """(b) Π, Σ Π·w² and Σ Π. With a separate softmax, w is read before and after it."""
-    weighted_KHD = new_sums(w_MHD, layout)
+    weighted_KHD, layout, softmax = new_sums(inputs), inputs.layout, inputs.softmax
     mass_KH = torch.empty_like(weighted_KHD[..., 0])
 
     def run(stage: str, pi_MH: Tensor) -> Tensor:
         launch(
-            memberships_kernel, w_MHD, layout, energy_KHD, pi_MH, weighted_KHD, mass_KH,
-            **scoring_arguments(scoring, w_MHD), STAGE=stage, channels=4, all_heads=stage in ("all", "softmax"),
+            memberships_kernel, inputs, energy_KHD, pi_MH, weighted_KHD, mass_KH,
+            **scoring_arguments(inputs), STAGE=stage, channels=4, all_heads=stage in ("all", "softmax"),
         )  # fmt: skip
         return pi_MH
 
-    pi_MH = torch.empty(w_MHD.shape[:2], device=w_MHD.device)
+    pi_MH = torch.empty(inputs.w_MHD.shape[:2], device=inputs.w_MHD.device)
     if softmax is not None:
         pi_MH = run("moments", softmax.forward(run("scores", pi_MH)).contiguous())
     else:
@@ -130,10 +126,10 @@ def memberships_kernel(
             tl.store(mass_KH + k * H + h_G, mass_G, mask=real_G)
 
 
-def output(w_MHD: Tensor, layout: Layout, pi_MH: Tensor, weighted_KHD: Tensor, mass_KH: Tensor) -> Tensor:
+def output(inputs: Inputs, stored: Stored) -> Tensor:
     """(c) y."""
-    y_MHD = torch.empty_like(w_MHD, memory_format=torch.contiguous_format)
-    launch(output_kernel, w_MHD, layout, pi_MH, weighted_KHD, mass_KH, y_MHD, channels=4)
+    y_MHD = torch.empty_like(inputs.w_MHD, memory_format=torch.contiguous_format)
+    launch(output_kernel, inputs, stored.pi_MH, stored.weighted_KHD, stored.mass_KH, y_MHD, channels=4)
     return y_MHD
 
 
@@ -161,5 +157,5 @@ def output_kernel(
             store_token(y_MHD + d_GD, y_GD, i, j, limit, real_GD, H * D)
 
 
-def new_sums(w_MHD: Tensor, layout: Layout) -> Tensor:
-    return torch.empty(len(layout.start_K), *w_MHD.shape[1:], device=w_MHD.device)
+def new_sums(inputs: Inputs) -> Tensor:
+    return torch.empty(len(inputs.layout.start_K), *inputs.w_MHD.shape[1:], device=inputs.w_MHD.device)

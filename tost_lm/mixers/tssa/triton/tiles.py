@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tost_lm.mixers.tssa import statistics
-from tost_lm.mixers.tssa.phases import Scoring, Sums
+from tost_lm.mixers.tssa.phases import Inputs, Sums
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.triton_tokens import cdiv, next_power_of_2, reciprocal
 from tost_lm.sizes import TRITON_CHUNK_TOKENS
@@ -36,15 +36,15 @@ def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
 
 
 def launch(
-    kernel: Any, w_MHD: Tensor, layout: Layout, *tensors: Tensor, channels: int, all_heads: bool = False,
-    **arguments: Any,
-) -> None:  # fmt: skip
+    kernel: Any, inputs: Inputs, *tensors: Tensor, channels: int, all_heads: bool = False, **arguments: Any
+) -> None:
     """Run `kernel` on w, the chunk boundaries, `tensors` (made contiguous) and `arguments` (passed unchanged).
 
     A thread has `channels` channels of a token. A program has a group of heads of a chunk, or with `all_heads` all
     groups, one after another. The launch shape depends on H and D alone: nothing is tuned or compiled for a length, but
     where all chunks are full, kernels have no masks.
     """
+    w_MHD, layout = inputs.w_MHD, inputs.layout
     M, H, D = w_MHD.shape
     D_ = max(16, next_power_of_2(D))
     G_ = min(next_power_of_2(H), max(1, THREADS * channels // D_))
@@ -64,16 +64,16 @@ def launch(
         )
 
 
-def scoring_arguments(scoring: Scoring, w_MHD: Tensor) -> dict[str, Any]:
+def scoring_arguments(inputs: Inputs) -> dict[str, Any]:
     """The additional arguments of kernels that compute scores."""
-    bias_BHT = scoring.bias_BHT
+    bias_BHT = inputs.bias_BHT
     bias_strides = (0, 0, 0) if bias_BHT is None else bias_BHT.stride()
     return {
-        "temp_H": scoring.temp_H.contiguous(),
+        "temp_H": inputs.temp_H.contiguous(),
         "bias_BHT": bias_BHT,
         **dict(zip(("stride_b", "stride_h", "stride_t"), bias_strides, strict=True)),
         "T": 1 if bias_BHT is None else bias_BHT.shape[2],
-        "H_": next_power_of_2(w_MHD.shape[1]),
+        "H_": next_power_of_2(inputs.w_MHD.shape[1]),
     }
 
 
