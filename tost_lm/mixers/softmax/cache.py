@@ -28,10 +28,6 @@ class KeyValueState(NamedTuple):
         """Nothing is summed."""
         return self
 
-    def without_padding(self, tokens: int) -> KeysAndValues:
-        """Without what is padding in all rows if no row has more than `tokens` tokens."""
-        return last(self.key, tokens), last(self.value, tokens)
-
 
 class KeyValueSlots(NamedTuple):
     """Keys and values in decoding, each [N, G, slots, D]. Those of position p are in slot p modulo `slots`, so with a
@@ -65,11 +61,21 @@ class KeyValueSlots(NamedTuple):
 
 
 def append(state: KeyValueState, tokens: int, kv: KeysAndValues) -> KeysAndValues:
-    """Keys and values of `state`, of which no row has more than `tokens` tokens, and then `kv`."""
-    k, v = state.without_padding(tokens)
+    """Keys and values of `state`, of which no row has more than `tokens` tokens (the others are padding), and `kv`."""
+    k, v = last_of_both(state, tokens)
     return torch.cat([k, kv[0]], 2), torch.cat([v, kv[1]], 2)
+
+
+def halves(kv_NGSE: Tensor) -> KeysAndValues:
+    """Keys and values that are side by side."""
+    k, v = kv_NGSE.chunk(2, -1)
+    return k, v
 
 
 def last(x_NGSD: Tensor, tokens: int) -> Tensor:
     """The last `tokens` tokens, or all if there are fewer."""
     return x_NGSD[:, :, max(0, x_NGSD.shape[2] - tokens) :]
+
+
+def last_of_both(kv: KeysAndValues, tokens: int) -> KeysAndValues:
+    return last(kv[0], tokens), last(kv[1], tokens)

@@ -12,7 +12,15 @@ from torch.nn.functional import pad
 
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer, room_after
 from tost_lm.mixers.softmax.attention import attend_one, attend_packed, attend_rows
-from tost_lm.mixers.softmax.cache import KeysAndValues, KeyValueSlots, KeyValueState, append, last
+from tost_lm.mixers.softmax.cache import (
+    KeysAndValues,
+    KeyValueSlots,
+    KeyValueState,
+    append,
+    halves,
+    last,
+    last_of_both,
+)
 from tost_lm.mixers.softmax.settings import SoftmaxShape, SoftmaxSizes
 from tost_lm.mixers.softmax.tiles import KeyValueTiles, attend_tile
 from tost_lm.ops.norms import ZeroCenteredRmsNorm
@@ -105,11 +113,6 @@ def _norm_all(norm: nn.Module, x_BHTD: Tensor) -> Tensor:
     return norm(x_BHTD.transpose(1, 2).flatten(-2)).unflatten(-1, (x_BHTD.shape[1], -1)).transpose(1, 2)
 
 
-def _earlier_tokens(info: SequenceInfo) -> Tensor | None:
-    """int64 [B], the tokens of each row before these; None: as many as there are keys."""
-    return info.position[:, 0] if info.position.dim() == 2 else None
-
-
 @dataclass(frozen=True)
 class _Attention:
     """Attention of the tokens of one call."""
@@ -142,7 +145,7 @@ class _Attention:
             kept = [min(length, max(1, self.window - 1)) for length in split.lengths]
             sequence = info.shard.gather(last(kv_BHTD, kept[split.rank]), kept)
             up_to_here = torch.cat([sequence[:, :, : sum(kept[: split.rank])], kv_BHTD], 2)
-        return _halves(up_to_here), _halves(sequence)
+        return halves(up_to_here), halves(sequence)
 
     def _attend_rows(
         self, q: Tensor, up_to_here: KeysAndValues, sequence: KeysAndValues, state: KeyValueState | None
@@ -152,7 +155,10 @@ class _Attention:
             tokens, alone = max(info.start_positions), info.shard is None
             up_to_here = append(state, tokens, up_to_here)
             sequence = up_to_here if alone else append(state, tokens, sequence)
-        y = attend_rows(q, self._in_reach(up_to_here, q), self.window, _earlier_tokens(info))
+        if self.window:  # without what is before the first query's window
+            up_to_here = last_of_both(up_to_here, q.shape[2] + self.window - 1)
+        before_B = info.position[:, 0] if info.position.dim() == 2 else None  # None: as many as there are keys
+        y = attend_rows(q, up_to_here, self.window, before_B)
         return y, KeyValueState(*map(self._in_window, sequence)) if info.output_state else None
 
     def _attend_packed(
@@ -168,7 +174,7 @@ class _Attention:
 
         # Of earlier ranks' tokens, only the first document here has some.
         before = min(up_to_here[0].shape[2] - q.shape[2], local.before[0])
-        kv = _last_of_both(up_to_here, before + q.shape[2])
+        kv = last_of_both(up_to_here, before + q.shape[2])
         keys = before + local.lengths[0], *local.lengths[1:]
         if state is not None and local.documents.start < len(state.key):
             split = zip(*(x.split(keys, 2) for x in kv), strict=True)
@@ -176,21 +182,17 @@ class _Attention:
             kv = torch.cat([k for k, _ in documents], 2), torch.cat([v for _, v in documents], 2)
             keys = tuple(k.shape[2] for k, _ in documents)
         if self.window and (beyond := keys[0] - (local.lengths[0] + self.window - 1)) > 0:
-            kv, keys = _last_of_both(kv, sum(keys) - beyond), (keys[0] - beyond, *keys[1:])
+            kv, keys = last_of_both(kv, sum(keys) - beyond), (keys[0] - beyond, *keys[1:])
         y = attend_packed(q, kv, local.lengths, keys, self.window)
         if not info.output_state:
             return y, None
         if info.output_state == "last":
-            ends = [with_state(N - 1, _last_of_both(sequence, local.whole_lengths[-1]))]
+            ends = [with_state(N - 1, last_of_both(sequence, local.whole_lengths[-1]))]
         else:
             whole = zip(*(x.split(local.whole_lengths, 2) for x in sequence), strict=True)
             ends = [with_state(n, of_document) for n, of_document in enumerate(whole)]
         states = (_right_aligned([self._in_window(end[i]) for end in ends]) for i in (0, 1))
         return y, KeyValueState(*states)
-
-    def _in_reach(self, kv: KeysAndValues, q: Tensor) -> KeysAndValues:
-        """Without what is before the first query's window."""
-        return _last_of_both(kv, q.shape[2] + self.window - 1) if self.window else kv
 
     def _in_window(self, x_BHSD: Tensor) -> Tensor:
         """The keys or values that later tokens attend to, copied so that the memory of the others can be freed."""
@@ -217,15 +219,6 @@ def _fake(tensors: Sequence[Any], _window: str, wanted_state: str) -> list[Tenso
 
 
 ATTENTION = Registered("softmax_attention", _attention, _fake)
-
-
-def _halves(kv_BHSD: Tensor) -> KeysAndValues:
-    k, v = kv_BHSD.chunk(2, -1)
-    return k, v
-
-
-def _last_of_both(kv: KeysAndValues, tokens: int) -> KeysAndValues:
-    return last(kv[0], tokens), last(kv[1], tokens)
 
 
 def _right_aligned(rows: list[Tensor]) -> Tensor:

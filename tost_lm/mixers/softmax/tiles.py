@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tost_lm.mixers.softmax.attention import attend_packed, attend_rows, flash_offsets, flash_runs
+from tost_lm.mixers.softmax.cache import halves
 from tost_lm.ops.layout import SequenceShard
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.precision import statistics_dtype
@@ -104,7 +105,7 @@ def attend_tile(
     if continued < T:
         skipped = 1 if continued else 0
         before = 0 if skipped else min(earlier, local.before[0])
-        q, kv = q_BHTD[:, :, continued:], _halves(here_BGSE[:, :, earlier + continued - before :])
+        q, kv = q_BHTD[:, :, continued:], halves(here_BGSE[:, :, earlier + continued - before :])
         if local.packed:
             lengths = local.lengths[skipped:]
             ys.append(attend_packed(q, kv, lengths, (before + lengths[0], *lengths[1:]), 0))
@@ -142,7 +143,7 @@ class _WithEarlierTiles(torch.autograd.Function):
         y = log_sum = None
         for part, causal in _parts(q, kv, tiles, shard):
             if q.shape[2]:
-                y_part, log_sum_part = _attend(q, *_halves(part), causal)
+                y_part, log_sum_part = _attend(q, *halves(part), causal)
                 y, log_sum = _joined(y, log_sum, y_part.to(statistics_dtype(q)), log_sum_part)
         y = q.new_empty(q.shape) if y is None else y.to(q.dtype)
         ctx.save_for_backward(q, kv, y, log_sum)
@@ -158,7 +159,7 @@ class _WithEarlierTiles(torch.autograd.Function):
             nonlocal dq
             if not q.shape[2]:
                 return torch.zeros_like(part)
-            d_part_q, *d_kv = _attend_backward(dy, q, *_halves(part), y, log_sum, causal)
+            d_part_q, *d_kv = _attend_backward(dy, q, *halves(part), y, log_sum, causal)
             dq += d_part_q
             return torch.cat(d_kv, -1)
 
@@ -202,11 +203,6 @@ def _joined(y: Tensor | None, log_sum: Tensor | None, y_part: Tensor, log_sum_pa
     both = torch.logaddexp(log_sum, log_sum_part)
     share, share_part = ((x - both).exp()[..., None] for x in (log_sum, log_sum_part))
     return y.mul_(share).add_(y_part.mul_(share_part)), both
-
-
-def _halves(kv: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = kv.chunk(2, -1)
-    return k, v
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
