@@ -73,7 +73,7 @@ def linear_cross_entropy(
 ) -> CrossEntropy:
     """−log softmax(x·Wᵀ) at each label, in float32 (float64 for float64 inputs).
 
-    Without gradients, only tokens with a counted label are computed.
+    Where neither x nor the weight needs a gradient, only tokens with a counted label are computed.
 
     Args:
         x_MC: inputs of the head, any floating dtype.
@@ -85,11 +85,12 @@ def linear_cross_entropy(
             vocabulary entry). None: LOGITS_BYTES or DEVICE_LOGITS_BYTES, or less where that is faster.
         z_loss: coefficient of the squared log-sum-exp of each counted token, which `total` includes with gradients.
     """
+    needs_gradient = torch.is_grad_enabled() and (x_MC.requires_grad or weight_VC.requires_grad)
     if torch.compiler.is_compiling() and shard is None:
-        options = str(torch.is_grad_enabled()), str(logits_bytes or ""), str(z_loss)
+        options = str(needs_gradient), str(logits_bytes or ""), str(z_loss)
         total, nats_M, z, *is_top_M = OPERATOR(None, None, [x_MC, weight_VC, labels_M], *options)
         return CrossEntropy(total, nats_M.detach(), is_top_M[0] if is_top_M else None, z.detach())
-    if torch.is_grad_enabled():
+    if needs_gradient:
         logits_bytes = logits_bytes or _budget(x_MC)
         total, nats_M, z = _LinearCrossEntropy.apply(x_MC, weight_VC, labels_M, shard, logits_bytes, z_loss)  # pyright: ignore[reportGeneralTypeIssues]
         return CrossEntropy(total, nats_M, None, z)
@@ -140,9 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MC, weight_VC: Tensor, labels_M: Tensor, shard: VocabularyShard | None, logits_bytes, z_loss):
         dtype = statistics_dtype(x_MC)
-        gradients = None
-        if any(ctx.needs_input_grad):
-            gradients = torch.empty_like(x_MC), torch.zeros_like(weight_VC, dtype=dtype)
+        gradients = torch.empty_like(x_MC), torch.zeros_like(weight_VC, dtype=dtype)
         nats_M, log_sum_M = (torch.empty_like(labels_M, dtype=dtype) for _ in range(2))
         tokens = logit_tile_tokens(len(weight_VC), x_MC.dtype, logits_bytes, in_place=bool(_kernels(x_MC)))
         for start in range(0, len(x_MC), tokens):
@@ -217,32 +216,26 @@ def _loss_of_tile(
     labels_M: Tensor,
     tile: slice,
     shard: VocabularyShard | None,
-    gradients: tuple[Tensor, Tensor] | None,
+    gradients: tuple[Tensor, Tensor],
     z_loss: float,
 ) -> tuple[Tensor, Tensor]:
     """Nats and log-sum-exps of the tile's tokens [m], 0 where not counted; adds its gradients to `gradients`."""
     x_mC, labels_m = x_MC[tile], labels_M[tile]
     counted_m, row_m = labels_m != IGNORED_LABEL, _weight_row(labels_m, shard)
-    log_sum_m, label_m, d_mV = _loss(x_mC, weight_VC, row_m, counted_m, shard, z_loss if gradients else None)
-    if gradients is not None:
-        d_x_MC, d_weight_VC = gradients
-        d_x_MC[tile] = d_mV @ weight_VC
-        if d_mV.dtype == d_weight_VC.dtype:
-            d_weight_VC.addmm_(d_mV.T, x_mC)
-        else:
-            d_weight_VC += d_mV.T @ x_mC
+    log_sum_m, label_m, d_mV = _loss(x_mC, weight_VC, row_m, counted_m, shard, z_loss)
+    d_x_MC, d_weight_VC = gradients
+    d_x_MC[tile] = d_mV @ weight_VC
+    if d_mV.dtype == d_weight_VC.dtype:
+        d_weight_VC.addmm_(d_mV.T, x_mC)
+    else:
+        d_weight_VC += d_mV.T @ x_mC
     return (log_sum_m - label_m).where(counted_m, 0), log_sum_m.where(counted_m, 0)
 
 
 def _loss(
-    x_mC: Tensor,
-    weight_VC: Tensor,
-    row_m: Tensor,
-    counted_m: Tensor,
-    shard: VocabularyShard | None,
-    z_loss: float | None,
+    x_mC: Tensor, weight_VC: Tensor, row_m: Tensor, counted_m: Tensor, shard: VocabularyShard | None, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log-sum-exp, the label's logit, and the gradient unless `z_loss` is None."""
+    """log-sum-exp, the label's logit, and the gradient."""
     if kernels := _kernels(x_mC):
         return _loss_in_place(kernels, linear(x_mC, weight_VC), row_m, counted_m, shard, z_loss)
     p_mV = linear(x_mC, weight_VC).to(statistics_dtype(x_mC))
@@ -253,25 +246,22 @@ def _loss(
     log_sum_m = (sum_m1.log() + largest_m1)[:, 0]
     if shard is not None:
         log_sum_m, label_m = shard.combine_log_sum_exp(log_sum_m, label_m)
-    if z_loss is not None:
-        scale_m = counted_m * (1 + 2 * z_loss * log_sum_m)
-        p_mV.mul_((largest_m1 - log_sum_m[:, None]).exp_() * scale_m[:, None])
-        p_mV.scatter_add_(1, index_m1, -is_here_m[:, None].to(p_mV.dtype))
+    scale_m = counted_m * (1 + 2 * z_loss * log_sum_m)
+    p_mV.mul_((largest_m1 - log_sum_m[:, None]).exp_() * scale_m[:, None])
+    p_mV.scatter_add_(1, index_m1, -is_here_m[:, None].to(p_mV.dtype))
     return log_sum_m, label_m, p_mV.to(x_mC.dtype)
 
 
 def _loss_in_place(
     kernels: ModuleType, logits_mV: Tensor, row_m: Tensor, counted_m: Tensor, shard: VocabularyShard | None,
-    z_loss: float | None,
+    z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute `_loss`; the gradient takes the place of the logits."""
-    if shard is None and z_loss is not None:
+    if shard is None:
         return *kernels.log_sums_and_gradient_(logits_mV, row_m, counted_m, z_loss), logits_mV
     log_sum_m, label_m, _ = kernels.log_sums(logits_mV, row_m)
-    if shard is not None:
-        log_sum_m, label_m = shard.combine_log_sum_exp(log_sum_m, label_m)
-    if z_loss is not None:
-        kernels.gradient_(logits_mV, row_m, counted_m, log_sum_m, z_loss)
+    log_sum_m, label_m = shard.combine_log_sum_exp(log_sum_m, label_m)
+    kernels.gradient_(logits_mV, row_m, counted_m, log_sum_m, z_loss)
     return log_sum_m, label_m, logits_mV
 
 
