@@ -8,7 +8,6 @@ scan some columns for all of them. Shapes: N documents, n of them with tokens on
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,43 +17,28 @@ from torch.nn.functional import pad
 from tost_lm.ops.layout import LocalDocuments, SequenceShard, cached_on_device, int64_tensor, to_device
 
 
-class Advance(Protocol):
-    """A linear function of each column of states: the state some tokens later, without what these tokens add."""
-
-    def of_columns(self, columns: slice) -> "Advance":
-        """The function of these columns."""
-        ...
-
-    def forward(self, state_N: Tensor, tokens_N: Tensor) -> Tensor:
-        """Advance each row by its number of tokens. Rows may have several dimensions."""
-        ...
-
-    def backward(self, d_state_N: Tensor, tokens_N: Tensor) -> Tensor:
-        """The transposed function."""
-        ...
-
-    def gradients(self, state_N: Tensor, d_state_N: Tensor, tokens_N: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of the parameters, from states before and gradients after the tokens."""
-        ...
-
-
 class Sum:
-    """A sum in each column that does not change; states [N, C]."""
+    """A linear function of each column of states: the state some tokens later, without what these tokens add. This one
+    is that of a sum in each column, which does not change; states [N, C]."""
 
     def of_columns(self, columns: slice) -> "Sum":
+        """The function of these columns."""
         return self
 
     def forward(self, state_N: Tensor, tokens_N: Tensor) -> Tensor:
+        """Advance each row by its number of tokens. Rows may have several dimensions."""
         return state_N
 
     def backward(self, d_state_N: Tensor, tokens_N: Tensor) -> Tensor:
+        """The transposed function."""
         return d_state_N
 
     def gradients(self, state_N: Tensor, d_state_N: Tensor, tokens_N: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of the parameters, from states before and gradients after the tokens."""
         return ()
 
 
-class Decay:
+class Decay(Sum):
     """A sum in each column that is multiplied by exp(log_decay) at each token; states [N, C]."""
 
     def __init__(self, log_decay_C: Tensor):
@@ -73,11 +57,8 @@ class Decay:
         return ((tokens_N[..., None] * self.forward(state_N, tokens_N) * d_state_N).sum(0),)
 
 
-class Shift:
+class Shift(Sum):
     """The last P tokens, oldest first; states [N, P, C]."""
-
-    def of_columns(self, columns: slice) -> "Shift":
-        return self
 
     def forward(self, state_N: Tensor, tokens_N: Tensor) -> Tensor:
         P = state_N.shape[-2]
@@ -87,14 +68,11 @@ class Shift:
     def backward(self, d_state_N: Tensor, tokens_N: Tensor) -> Tensor:
         return self.forward(d_state_N, -tokens_N)
 
-    def gradients(self, state_N: Tensor, d_state_N: Tensor, tokens_N: Tensor) -> tuple[Tensor, ...]:
-        return ()
-
 
 def exchange(
     shard: SequenceShard,
     local: LocalDocuments,
-    advance: Callable[..., Advance],
+    advance: Callable[..., Sum],
     initial_N: Tensor,
     added_n: Tensor,
     *parameters: Tensor,
@@ -147,7 +125,7 @@ class _Exchange(torch.autograd.Function):
 def exclusive_scan(
     shard: SequenceShard,
     local: LocalDocuments,
-    advance: Advance,
+    advance: Sum,
     here_n: Tensor,
     *,
     reverse: bool = False,
