@@ -1,7 +1,7 @@
 """The interface of a mixer's layer. Shapes: B sequences, T tokens, C channels, H heads, M = B·T, N documents."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -17,20 +17,21 @@ def room_after(tokens: int, kept: int | None) -> int:
     return room if kept is None else min(room, kept)
 
 
-class HeadSoftmax(Protocol):
-    """The softmax over heads, of one rank or several."""
+class HeadSoftmax:
+    """The softmax over the heads of one rank; `tost_lm.parallel.tensor.SoftmaxOverRanks` is that of several."""
 
     def forward(self, z_MH: Tensor) -> Tensor:
         """Scores → memberships."""
-        ...
+        return z_MH.softmax(-1)
 
     def backward(self, pi_MH: Tensor, d_pi_MH: Tensor) -> Tensor:
         """Memberships and their gradient → gradient of the scores, Π·(dΠ − Σ_h Π·dΠ).
 
-        The result does not change when a number is subtracted from dΠ of all heads. Subtract dΠ of the largest Π:
+        The result does not change when a number is subtracted from dΠ of all heads. That is dΠ of the largest Π:
         where Π is nearly 1, as at a document's first token, the two terms are else equal, and float32 cancels.
         """
-        ...
+        d_pi_MH = d_pi_MH - d_pi_MH.gather(-1, pi_MH.argmax(-1, keepdim=True))
+        return pi_MH * (d_pi_MH - (pi_MH * d_pi_MH).sum(-1, keepdim=True))
 
 
 class TokenMixer(nn.Module):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.layer import TokenMixer
+from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.model.block import Mlp
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.lm import Head, TostLM
@@ -204,8 +204,8 @@ class VocabularyOverRanks:
         return all_gather(logit_m, self.axis)().amax(0)
 
 
-class SoftmaxOverRanks:
-    """The softmax over the heads of all ranks (a `tost_lm.mixers.layer.HeadSoftmax`)."""
+class SoftmaxOverRanks(HeadSoftmax):
+    """The softmax over the heads of all ranks."""
 
     def __init__(self, axis: Axis):
         self.axis = axis

@@ -22,9 +22,9 @@ from tost_lm import torch_internals
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.mixers.delta.layer import DELTA_RULE
+from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.softmax.layer import ATTENTION
 from tost_lm.mixers.tssa.layer import TSSA
-from tost_lm.mixers.tssa.phases import LocalSoftmax
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
 from tost_lm.ops import registered
@@ -248,7 +248,7 @@ def test_a_decoded_token_has_the_same_state():
 def test_the_softmax_of_tensor_ranks_is_not_left_out_of_a_graph():
     model = drawn_model("T")
     mixer: Any = model.blocks[0].mixer
-    mixer.softmax = LocalSoftmax()
+    mixer.softmax = HeadSoftmax()
     with pytest.raises(Exception, match=r"torch\.compile does not support tensor ranks"):
         compile_blocks(model)(TOKENS_BT)
 

@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tost_lm.mixers.tssa.phases import Inputs, LocalSoftmax, Stored, Sums
+from tost_lm.mixers.layer import HeadSoftmax
+from tost_lm.mixers.tssa.phases import Inputs, Stored, Sums
 from tost_lm.mixers.tssa.statistics import ENERGY_FLOOR
 from tost_lm.ops.layout import Layout
 from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
@@ -99,7 +100,7 @@ def memberships(inputs: Inputs, energy_KHD: Tensor) -> tuple[Tensor, Sums, Sums]
         running_sum_(energy_t, energy_KHD[chunk.index])
         shares_tH = torch.div(w_sq, energy_t.clamp_min_(ENERGY_FLOOR), out=energy_t).sum(-1)
         z_MH[chunk.tokens] = inputs.temp_H * chunk.scores(shares_tH)
-    pi_MH = (inputs.softmax or LocalSoftmax()).forward(z_MH)
+    pi_MH = (inputs.softmax or HeadSoftmax()).forward(z_MH)
     weighted_KHD = _rows(inputs)
     mass_KH = torch.empty_like(weighted_KHD[..., 0])
     for chunk in chunks(inputs):
@@ -143,7 +144,7 @@ def memberships_backward(
         running_sum_(out.d_weighted, d_weighted_KHD[chunk.index], newest_first=True)
         d_mass = out.d_mass.flip(0).cumsum(0).flip(0) + d_mass_KH[chunk.index]
         d_pi_MH[chunk.tokens] = chunk.product(out.d_weighted, out.w_sq).sub_(out.dy_a_w).sum(-1) + d_mass
-    d_z_MH = (inputs.softmax or LocalSoftmax()).backward(stored.pi_MH, d_pi_MH)
+    d_z_MH = (inputs.softmax or HeadSoftmax()).backward(stored.pi_MH, d_pi_MH)
     d_energy_KHD = _rows(inputs)
     d_temp_H = torch.zeros_like(inputs.temp_H)
     for chunk in chunks(inputs):

@@ -67,17 +67,6 @@ class Sums(NamedTuple):
         return self.chunk + (carry_N if layout.documents == 1 else carry_N[layout.document_K])
 
 
-class LocalSoftmax:
-    """The softmax over heads of one rank."""
-
-    def forward(self, z_MH: Tensor) -> Tensor:
-        return z_MH.softmax(-1)
-
-    def backward(self, pi_MH: Tensor, d_pi_MH: Tensor) -> Tensor:
-        d_pi_MH = d_pi_MH - d_pi_MH.gather(-1, pi_MH.argmax(-1, keepdim=True))
-        return pi_MH * (d_pi_MH - (pi_MH * d_pi_MH).sum(-1, keepdim=True))
-
-
 def carries(
     shard: SequenceShard | None,
     local: LocalDocuments,

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from random_calls import calls
 from torch.utils.checkpoint import checkpoint
 
+from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa.causal import causal_tssa
-from tost_lm.mixers.tssa.phases import LocalSoftmax
 from tost_lm.mixers.tssa.statistics import TssaState
 from tost_lm.testing import assert_as_accurate
 
@@ -137,7 +137,7 @@ def test_a_long_sequence_in_little_memory():
 
 def test_training_follows_inference_of_the_same_shape():
     w_BTHD = torch.randn(37, 9, 2, 4, requires_grad=True)  # rows of no other test, so nothing is cached
-    call = partial(causal_tssa, temp=torch.ones(2), heads=LocalSoftmax())
+    call = partial(causal_tssa, temp=torch.ones(2), heads=HeadSoftmax())
     with torch.inference_mode():
         call(w_BTHD)
     call(w_BTHD)[0].sum().backward()
