@@ -68,7 +68,8 @@ def short_conv(
     elif local.packed:
         pieces = [piece for rows in zip(before_nPC, documents, strict=True) for piece in rows]
         y_MC = _tap_by_tap(torch.cat(pieces)[None], weight_CK)[0]
-        y_BTC = _WithoutGaps.apply(y_MC, local.lengths, P)[None]  # pyright: ignore[reportOptionalSubscript]
+        with_gaps = y_MC.split([size for length in local.lengths for size in (length, P)][:-1])
+        y_BTC = torch.cat(with_gaps[::2])[None]
     else:
         y_BTC = _tap_by_tap(torch.cat([before_nPC, x_BTC], 1), weight_CK)
     return y_BTC, final_NPC if output_final_state else None
@@ -95,23 +96,6 @@ def _kernel(
         **(fla_documents(local.offsets, x_BTC.device) if local.packed else {}),
     )
     return y_BTC, None if final_nCK is None else final_nCK.mT[:, 1:]
-
-
-class _WithoutGaps(torch.autograd.Function):
-    """The rows of documents of `lengths`, between which there are gaps of P rows. Autograd's backward of a split would
-    make zeros for each gap."""
-
-    @staticmethod
-    def forward(ctx, y_MC: Tensor, lengths: tuple[int, ...], P: int) -> Tensor:
-        ctx.lengths, ctx.P = lengths, P
-        return torch.cat(y_MC.split([size for length in lengths for size in (length, P)][:-1])[::2])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy_TC: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        gap_PC = dy_TC.new_zeros(ctx.P, dy_TC.shape[1])
-        rows = [row for document in dy_TC.split(ctx.lengths) for row in (document, gap_PC)]
-        return torch.cat(rows[:-1]), None, None
 
 
 class _TapByTap(torch.autograd.Function):
