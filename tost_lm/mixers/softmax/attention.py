@@ -8,12 +8,13 @@ Shapes: B rows, H heads of queries, G heads of keys and values (each of H/G adja
 channels a head, M tokens of all documents.
 """
 
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from tost_lm.mixers.softmax.cache import KeysAndValues
 from tost_lm.ops.layout import cached_on_device, to_device
@@ -120,7 +121,9 @@ def causal_attention(
         starts.append(start)
         first = max(i for i in range(n + 1) if starts[i] <= max(0, start - window + 1))
         tiles = *key_tiles[first : n + 1], *value_tiles[first : n + 1]
-        ys.append(_Tile.apply(start, starts[first], window, first_key, q, *tiles))  # pyright: ignore[reportArgumentType]
+        # The backward computes a tile again instead of storing its mask and its copy of the keys.
+        attend = partial(_attend, start, starts[first], window)
+        ys.append(checkpoint(attend, first_key, q, *tiles, use_reentrant=False, preserve_rng_state=False))
         start += q.shape[2]
     return torch.cat(ys, 2)
 
@@ -131,27 +134,6 @@ def attend_one(q_BH1D: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BS: Tenso
     mask = None if visible_BS is None else visible_BS[:, None, None]
     q_BGhD = q_BH1D.squeeze(2).unflatten(1, (k_BGSD.shape[1], -1))
     return scaled_dot_product_attention(q_BGhD, k_BGSD, v_BGSD, attn_mask=mask).flatten(1, 2)[:, :, None]
-
-
-class _Tile(torch.autograd.Function):
-    """The backward computes a tile again instead of storing its mask and its copy of the keys."""
-
-    @staticmethod
-    def forward(ctx, query_start: int, key_start: int, window: int, first_key: Tensor | None, *qkv: Tensor) -> Tensor:
-        device = qkv[0].device.type
-        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        ctx.where = query_start, key_start, window
-        ctx.save_for_backward(first_key, *qkv)
-        return _attend(*ctx.where, first_key, *qkv)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy_BHTD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        first_key, *qkv = ctx.saved_tensors
-        leaves = [x.detach().requires_grad_() for x in qkv]
-        with torch.enable_grad(), torch.autocast(*ctx.autocast):
-            y_BHTD = _attend(*ctx.where, first_key, *leaves)
-        return None, None, None, None, *torch.autograd.grad(y_BHTD, leaves, dy_BHTD)
 
 
 def _attend(
