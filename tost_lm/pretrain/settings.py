@@ -75,11 +75,15 @@ class PretrainConfig(Section):
 
     @model_validator(mode="after")
     def _settings_fit_each_other(self) -> "PretrainConfig":
-        obstacles = chain(self._obstacles_of_model(), self._obstacles_of_compiler(), self._obstacles_of_tiles())
-        if obstacle := next(filter(None, obstacles), None):
+        if obstacle := self.obstacle():
             raise ValueError(obstacle)
         self.in_stages()
         return self
+
+    def obstacle(self) -> str | None:
+        """A problem of the settings with each other; None: there is none."""
+        obstacles = chain(self._obstacles_of_model(), self._obstacles_of_compiler(), self._obstacles_of_tiles())
+        return next(filter(None, obstacles), None)
 
     def in_stages(self) -> "list[Stage]":
         """The stages of the run, the first with the settings outside of [[stages]].
@@ -226,29 +230,16 @@ class PretrainConfig(Section):
         """Micro-batches per rank and step. Raises ConfigError when the batch cannot be divided evenly over ranks."""
         batch, micro_batch = self.train.global_batch_size, self.train.micro_batch_size
         data_ranks = self.parallel.data_ranks(world_size)
-        if batch % (data_ranks * micro_batch):
+        each = data_ranks * micro_batch
+        if batch % each:
+            fewer = math.gcd(batch, data_ranks)
+            smaller = max(n for n in range(1, micro_batch + 1) if batch // fewer % n == 0)
             raise ConfigError(
                 f"train.global_batch_size {batch} is not divisible by {data_ranks} data ranks × train.micro_batch_size "
-                f"{micro_batch} = {data_ranks * micro_batch}: set {self._even_batch(data_ranks)}"
+                f"{micro_batch} = {each}: set parallel.sequence={self.parallel.sequence * data_ranks // fewer} "
+                f"train.micro_batch_size={smaller}, or train.global_batch_size={-(-batch // each) * each}"
             )
-        return batch // (data_ranks * micro_batch)
-
-    def _even_batch(self, data_ranks: int) -> str:
-        """Settings nearest to these whose batch can be divided over ranks."""
-
-        def settings(batch: int, ranks: int) -> str:
-            largest = max(n for n in range(1, self.train.micro_batch_size + 1) if batch // ranks % n == 0)
-            return f" train.micro_batch_size={largest}" if largest != self.train.micro_batch_size else ""
-
-        batch = self.train.global_batch_size
-        fewer = math.gcd(batch, data_ranks)
-        more_sequence = (
-            f"parallel.sequence={self.parallel.sequence * data_ranks // fewer}" if fewer < data_ranks else ""
-        )
-        unit = data_ranks if more_sequence else data_ranks * self.train.micro_batch_size
-        larger = -(-batch // unit) * unit
-        first = (more_sequence + settings(batch, fewer)).strip()
-        return f"{first}, or train.global_batch_size={larger}{settings(larger, data_ranks)}"
+        return batch // each
 
 
 class Stage(NamedTuple):

@@ -6,8 +6,6 @@ from typing import Any
 
 from tost_lm.config import differences, leaves
 from tost_lm.errors import ConfigError
-from tost_lm.optim.interface import optimizer_of
-from tost_lm.parallel.settings import obstacle_to_tensor_ranks
 from tost_lm.pretrain.plan.activations import ELEMENT_BYTES
 from tost_lm.pretrain.plan.memory import (
     checkpoint_bytes,
@@ -82,48 +80,33 @@ def alternatives(config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
     The order is a smaller micro-batch, a higher ZeRO stage, MLP tiles of a quarter of a row, activation checkpointing,
     tiles, more sequence ranks, more tensor ranks.
     """
-    train, parallel, ranks, optimizer = config.train, config.parallel, config.cluster.ranks, optimizer_of(config.optim)
+    train, parallel, ranks = config.train, config.parallel, config.cluster.ranks
     tensors = [n for n in range(parallel.tensor, config.cluster.gpus_per_node + 1) if n % parallel.tensor == 0]
     sequences = [n for n in range(parallel.sequence, train.seq_len + 1) if n % parallel.sequence == 0]
     for tensor, sequence in ((t, s) for t in tensors for s in sequences if ranks % (t * s) == 0):
-        if obstacle_to_tensor_ranks(config.model, tensor) or (train.compile and tensor > 1):
-            continue
-        tiled = tiles(config) > 1
-        stages = range(parallel.zero_stage, 3 if tiled or train.compile else 4)
-        for stage in (stage for stage in stages if not optimizer.obstacle(tensor, stage)):
+        for stage in range(parallel.zero_stage, 4):
+            layout = {"zero_stage": stage, "sequence": sequence, "tensor": tensor}
             for micro_batch in range(train.micro_batch_size, 0, -1):
-                other = _changed(
-                    config,
-                    train={"micro_batch_size": micro_batch},
-                    parallel={"zero_stage": stage, "sequence": sequence, "tensor": tensor},
-                )
-                changes = [line.split(": ")[0] for line in differences(config, other)]
-                if changes and _batch_is_divisible(other):
-                    new = dict(leaves(other.model_dump()))
-                    yield " ".join(f"{path}={new[path]}" for path in changes), other
+                yield from _if_possible(config, train={"micro_batch_size": micro_batch}, parallel=layout)
         if (tensor, sequence) != (parallel.tensor, parallel.sequence):
             continue
-        if config.memory.activation_checkpointing == "none" and _batch_is_divisible(config):
+        if config.memory.activation_checkpointing == "none":
             if not config.memory.mlp_tile_tokens:
                 tile = -(-train.seq_len // (4 * parallel.sequence))
-                yield f"memory.mlp_tile_tokens={tile}", _changed(config, memory={"mlp_tile_tokens": tile})
-            other = _changed(config, memory={"activation_checkpointing": "full"})
-            yield "memory.activation_checkpointing=full", other
-        if not tiled and parallel.zero_stage < 3 and not (train.compile and config.model.kept_tokens is None):
+                yield from _if_possible(config, memory={"mlp_tile_tokens": tile})
+            yield from _if_possible(config, memory={"activation_checkpointing": "full"})
+        if tiles(config) == 1:
             with suppress(ConfigError):
-                if _batch_is_divisible(config):
-                    other = _with_largest_tile(config)
-                    yield f"memory.tile_tokens={other.memory.tile_tokens}", other
+                tile = _with_largest_tile(config).memory.tile_tokens
+                yield from _if_possible(config, memory={"tile_tokens": tile})
 
 
-def _changed(config: PlanConfig, **sections: dict[str, Any]) -> PlanConfig:
-    return config.model_copy(
+def _if_possible(config: PlanConfig, **sections: dict[str, Any]) -> Iterator[tuple[str, PlanConfig]]:
+    """The overrides and the settings with them, if they change something and a run can have them."""
+    other = config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     )
-
-
-def _batch_is_divisible(config: PlanConfig) -> bool:
-    try:
-        return config.micro_batches > 0
-    except ConfigError:
-        return False
+    changes, new = differences(config, other), dict(leaves(other.model_dump()))
+    with suppress(ConfigError):
+        if changes and other.micro_batches and not other.obstacle():
+            yield " ".join(f"{path}={new[path]}" for path in (line.split(": ")[0] for line in changes)), other
