@@ -182,18 +182,13 @@ def section_of(annotation: Any) -> type[Section] | None:
 
 def to_toml(config: Section) -> str:
     """The whole tree as TOML, including defaults, in the order of the fields; lists of sections last, without them."""
-    lines: list[str] = []
     fields = {name: field.annotation for name, field in type(config).model_fields.items()}
     lists = [name for name, kind in fields.items() if get_origin(kind) is list and section_of(kind)]
-    tables: list[tuple[str, dict[str, Any]]] = [("", config.model_dump(mode="json", exclude={*lists}))]
-    for name, table in tables:
-        if name:
-            lines += ["", f"[{name}]"]
-        for key, value in table.items():
-            if isinstance(value, dict):
-                tables.append((f"{name}.{_toml_key(key)}" if name else _toml_key(key), value))
-            elif value is not None:
-                lines.append(f"{_toml_key(key)} = {toml_value(value)}")
+    tree = config.model_dump(mode="json", exclude={*lists})
+    lines = [*_dotted({name: value for name, value in tree.items() if not isinstance(value, dict)})]
+    for name, table in tree.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{name}]", *_dotted(table)]
     for name in lists:
         for one in getattr(config, name):
             lines += ["", f"[[{name}]]", *_dotted(one.model_dump(mode="json", exclude_defaults=True))]
@@ -201,12 +196,12 @@ def to_toml(config: Section) -> str:
 
 
 def _dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """A line `a.b.c = value` for each setting of a nested tree."""
+    """A line `a.b.c = value` for each setting of a nested tree that has a value."""
     for key, value in tree.items():
         path = f"{prefix}{_toml_key(key)}"
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from _dotted(value, f"{path}.")
-        else:
+        elif value is not None:
             yield f"{path} = {toml_value(value)}"
 
 
