@@ -10,7 +10,6 @@ import io
 import json
 import os
 import re
-import shlex
 import signal
 import sys
 import time
@@ -68,20 +67,15 @@ TAKES_URLS = "takes URLs"
 """Annotates a setting whose files or folders may be at URLs of `tost_lm.remote`: `Annotated[Path, TAKES_URLS]`."""
 
 
-def require_local(name: str, path: str | Path) -> None:
-    """Raises ConfigError, which names the argument, if a path is a URL."""
-    if problem := _problem_of_url(path):
-        raise ConfigError(f"{name}: {problem}")
-
-
-def path_or_url(name: str, path: str | Path) -> Path:
-    """A path, or a URL of `tost_lm.remote`. Raises ConfigError, which names the argument, if it is another URL."""
-    if problem := _problem_of_url(path, takes_urls=True):
+def path_or_url(name: str, path: str | Path, *, takes_urls: bool = True) -> Path:
+    """A path, or with `takes_urls` a URL of `tost_lm.remote`. Raises ConfigError, which names the argument, if it is
+    another URL."""
+    if problem := _problem_of_url(path, takes_urls=takes_urls):
         raise ConfigError(f"{name}: {problem}")
     return as_path(path)
 
 
-def _problem_of_url(path: str | Path, *, takes_urls: bool = False) -> str | None:
+def _problem_of_url(path: str | Path, *, takes_urls: bool) -> str | None:
     slashes = "/" if isinstance(path, Path) else "//"  # Path makes one slash of two
     url = re.match(rf"([A-Za-z][A-Za-z0-9+.-]*):/?{slashes}(.*)", str(path))
     if url is None:
@@ -438,7 +432,7 @@ def run_program(
             section = words[words.index(flag) + 1 :][:1]
             print(_help_of_section(config, section[0], usage) if section else help_text(doc, usage, config))
             sys.exit(0)
-        paths, overrides, dry_run = _parse(command, positional, prompt, words, list(config.model_fields), takes_urls)
+        paths, overrides, dry_run = _parse(command, positional, prompt, words, takes_urls)
         file = None
         if "CONFIG" in positional and paths:
             paths[-1] = file = find_recipe(paths[-1])
@@ -509,7 +503,7 @@ def _help_of_section(config: type[Section], name: str, usage: str) -> str:
 
 
 def _parse(
-    command: str, positional: str, prompt: str | None, words: list[str], sections: list[str], takes_urls: bool
+    command: str, positional: str, prompt: str | None, words: list[str], takes_urls: bool
 ) -> tuple[list[Path], list[str], bool]:
     flags = [word for word in words if word.startswith("-")]
     unknown = [flag for flag in flags if flag != "--dry-run"]
@@ -524,20 +518,11 @@ def _parse(
         raise ConfigError(
             f"{names[len(paths)].rstrip('…')} is missing; write {command} {positional} before any section.key=value"
         )
-    looks_like_setting = len(rest) > 1 and re.match(r"(\w+)(\.\w+)*=", rest[1])
-    if prompt and looks_like_setting and looks_like_setting[1] not in sections:
-        as_prompt = shlex.quote(f"{prompt}={toml_value(rest[1])}")
-        raise ConfigError(
-            f"{looks_like_setting[1]}: unknown key (known: {', '.join(sections)}); as a prompt, write it as {as_prompt}"
-        )
-    if prompt and len(rest) > 1 and not looks_like_setting:
-        if any(word.startswith(f"{prompt}=") for word in rest[2:]):
-            raise ConfigError(f"{prompt} is given twice, after the {positional} and as a setting; remove one")
+    if prompt and len(rest) > 1 and not re.match(r"\w+(\.\w+)*=", rest[1]):
         rest[1] = f"{prompt}={toml_value(rest[1])}"
-    for number, path in enumerate(paths):
-        check = path_or_url if takes_urls and not number else require_local
-        check(positional.strip("[…]"), path)
-    return [as_path(path) for path in paths], rest[len(paths) :], bool(flags)
+    what = positional.strip("[…]")
+    found = [path_or_url(what, path, takes_urls=takes_urls and not number) for number, path in enumerate(paths)]
+    return found, rest[len(paths) :], bool(flags)
 
 
 def _suite_and_names(config: type[Section], words: Sequence[Path]) -> tuple[Path | None, list[str]]:

@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tost_lm.checkpointing.format import CARD, write_failure
-from tost_lm.config import require_local
+from tost_lm.config import path_or_url
 from tost_lm.data.tokenizers import Gpt2Tokenizer, HfTokenizer, SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.interface import ESCAPED, PIECE_BEYOND_WORD, SPACE_MARK
 from tost_lm.errors import CheckpointError
@@ -152,7 +152,7 @@ def export(path: str | Path, folder: str | Path) -> None:
             written.
         ConfigError: the settings of the run are from another version, or `folder` is a URL.
     """
-    require_local("folder", folder)
+    path_or_url("folder", folder, takes_urls=False)
     folder, evaluated = Path(folder), EvaluatedCheckpoint.find(Path(path))
     if folder.exists():
         raise CheckpointError(f"{folder}: exists already; give a new folder, or remove it")
