@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path, PosixPath
@@ -62,19 +62,25 @@ def list_files(url: Path, *, deep: bool = False) -> dict[str, RemoteFile]:
     Raises:
         StorageError: the storage cannot be reached, or refuses.
     """
+    tags = ("ETag", "etag", "mtime", "LastModified", "updated", "created")
     with _explained(url):
         system, root = _open_system(url)
-        return _described(url, _walk(system, root, deep), root)
+        found = sorted(_walk(system, root, deep), key=lambda info: info["name"])
+    files = {}
+    for info in found:
+        name, version = info["name"], next((str(info[tag]) for tag in tags if info.get(tag)), "")
+        path = RemotePath(f"{url.parts[0]}//{name}")
+        files[name.removeprefix(root).strip("/") or path.name] = RemoteFile(path, info["size"], version)
+    return files
 
 
 def glob_files(url: RemotePath) -> dict[str, RemoteFile]:
     """The files that a glob matches, by their path below its part without wildcards. Raises as `list_files`."""
-    with _explained(url):
-        from fsspec.utils import glob_translate
+    files = list_files(as_path(re.split(r"/[^/]*[*?[]", str(url))[0]), deep=True)
+    from fsspec.utils import glob_translate
 
-        system, pattern = _open_system(url)
-        root, matches = re.split(r"/[^/]*[*?[]", pattern)[0], re.compile(glob_translate(pattern)).match
-        return _described(url, (info for info in _walk(system, root, deep=True) if matches(info["name"])), root)
+    matches = re.compile(glob_translate(str(url))).match
+    return {name: file for name, file in files.items() if matches(str(file.url))}
 
 
 def _walk(system: Any, root: str, deep: bool) -> Iterator[dict[str, Any]]:
@@ -88,16 +94,6 @@ def _walk(system: Any, root: str, deep: bool) -> Iterator[dict[str, Any]]:
             yield info
         elif deep and info["name"] != root:
             yield from _walk(system, info["name"], deep)
-
-
-def _described(url: Path, found: Iterable[dict[str, Any]], root: str) -> dict[str, RemoteFile]:
-    tags = ("ETag", "etag", "mtime", "LastModified", "updated", "created")
-    files = {}
-    for info in sorted(found, key=lambda info: info["name"]):
-        name, version = info["name"], next((str(info[tag]) for tag in tags if info.get(tag)), "")
-        path = RemotePath(f"{url.parts[0]}//{name}")
-        files[name.removeprefix(root).strip("/") or path.name] = RemoteFile(path, info["size"], version)
-    return files
 
 
 class RemoteReader(io.RawIOBase):
