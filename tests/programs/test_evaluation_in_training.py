@@ -127,7 +127,7 @@ def test_a_resumed_run_measures_no_step_twice(workplace: Path, words: list[str])
         ('evaluation.tasks=["text"]', "text.file: must be set; give evaluation.settings.text.file=FILE"),
         (
             "evaluation.tasks=[]",
-            "evaluation.interval is set without evaluation.tasks: name tasks, or remove it",
+            "evaluation.interval and evaluation.tasks belong together: set both or neither",
         ),
         ("evaluation.sets.wikitext2=nowhere", "evaluation.sets.wikitext2 nowhere: no such file"),
         ("evaluation.settings.zero_shot.batch_tokens=0", "zero_shot.batch_tokens: "),

@@ -4,11 +4,22 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from tost_lm.config import TAKES_URLS, Section
 from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.remote import as_path
+
+
+def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
+    if not 1 <= steps[0] <= steps[1]:
+        raise PydanticCustomError("steps", "give the first and the last step, counted from 1")
+    return steps
+
+
+StepRange = Annotated[tuple[int, int], Field(strict=False), AfterValidator(_in_order)]  # strictly, a list is no pair
+"""First and last step, counted from 1."""
 
 
 class TrainingDataConfig(Section):
@@ -22,7 +33,7 @@ class TrainingDataConfig(Section):
     """Several shard folders with the same tokenizer and their weights: {"data/a/shards" = 3, "data/b/shards" = 1} takes three samples of a for each sample of b."""
     packing: Literal["concatenated", "best-fit"] = "concatenated"
     """`concatenated`: samples are cut from the concatenated documents, as published; `best-fit`: document packing: a sample contains whole documents that do not see each other, and a document longer than a sample is cut."""
-    skip_steps: list[Annotated[tuple[int, int], Field(strict=False)]] = Field(default_factory=list)
+    skip_steps: list[StepRange] = Field(default_factory=list)
     """Ranges of steps, first and last, whose batches are not trained on: [[101, 120]]. They count as steps, and the learning rates of all others stay."""
     workers: int = Field(default=1, ge=0)
     """Threads of each rank that read batches ahead (0: none). The batches do not depend on it."""
@@ -42,14 +53,6 @@ class TrainingDataConfig(Section):
         if self.mixture == {}:
             raise ValueError("data.mixture is empty; name a shard folder and its weight")
         return self
-
-    @field_validator("skip_steps")
-    @classmethod
-    def _ranges(cls, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        for first, last in ranges:
-            if not 1 <= first <= last:
-                raise ValueError(f"data.skip_steps {[first, last]}: give the first and the last step, counted from 1")
-        return ranges
 
     def skips(self, step: int) -> bool:
         """Whether skip_steps has step number `step`, counted from 1."""
@@ -185,12 +188,8 @@ class EvaluationConfig(Section):
 
     @model_validator(mode="after")
     def _when_and_what(self) -> "EvaluationConfig":
-        if self.interval and not self.tasks:
-            raise ValueError("evaluation.interval is set without evaluation.tasks: name tasks, or remove it")
-        if self.tasks and not self.interval:
-            raise ValueError(
-                "evaluation.tasks is set without evaluation.interval: set the number of steps between evaluations"
-            )
+        if bool(self.interval) != bool(self.tasks):
+            raise ValueError("evaluation.interval and evaluation.tasks belong together: set both or neither")
         return self
 
 
@@ -217,7 +216,7 @@ class RunConfig(Section):
     """Detection of silent data corruption: steps between comparisons of all ranks' weights (parallel.zero_stage 0). At stages 1 to 3 checksums of the optimizer state are compared at every step. 0: neither."""
     abort_after_skips: int = Field(default=10, gt=0)
     """End the run after this many skipped steps in a row."""
-    profile_steps: Annotated[tuple[int, int], Field(strict=False)] | None = None  # strictly, a list is no pair
+    profile_steps: StepRange | None = None
     """First and last step, as in the log, to trace with torch.profiler: one file per rank in profile/."""
     on_config_change: Literal["refuse", "stage"] = "refuse"
     """Behaviour when the run folder has a run with other settings or shards: `refuse` prints the differences and exits; `stage` goes on from the newest checkpoint with the new settings, as one more stage."""
@@ -225,14 +224,6 @@ class RunConfig(Section):
     @property
     def timeouts(self) -> Timeouts:
         return Timeouts(self.timeout_seconds)
-
-    @model_validator(mode="after")
-    def _steps_in_order(self) -> "RunConfig":
-        if self.profile_steps and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
-            raise ValueError(
-                f"run.profile_steps {list(self.profile_steps)}: give the first and the last step, counted from 1"
-            )
-        return self
 
 
 class StageConfig(Section):

@@ -73,15 +73,15 @@ MUON = 'optim.kind "muon" needs whole matrices and gradients on each rank, and p
     [
         ("data.packing=tight", "data.packing: "),
         ("data.workers=-1", "data.workers: "),
-        ("evaluation.interval=5", "evaluation.interval is set without evaluation.tasks"),
-        ('evaluation.tasks=["x"]', "evaluation.tasks is set without evaluation.interval"),
+        ("evaluation.interval=5", "evaluation.interval and evaluation.tasks belong together: set both or neither"),
+        ('evaluation.tasks=["x"]', "evaluation.interval and evaluation.tasks belong together: set both or neither"),
         (
             "optim.schedule=wsd optim.decay_steps=10",
             "optim.decay_steps 10 and a warm-up of 0 steps are more than train.steps 9: lower optim.decay_steps",
         ),
         ("train.seq_len=65", "train.seq_len 65 is longer than model.max_positions"),
         ("parallel.offload=optimizer", "needs ZeRO stage 2 or higher: parallel.zero_stage 1;"),
-        ("run.profile_steps=[3,2]", "run.profile_steps [3, 2]: give the first and the last step, counted from 1"),
+        ("run.profile_steps=[3,2]", "run.profile_steps: give the first and the last step, counted from 1, got [3, 2]"),
         ("model.pattern=G", "invalid model.pattern: 'G'; use the letters T (TSSA), D (gated delta rule)"),
         ("train.tokens=7e9 train.steps=9", "train.steps and train.tokens exclude each other: set one of them"),
         ("train.global_batch_size=1 train.batch_tokens=8", "train.global_batch_size and train.batch_tokens exclude"),
