@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from tost_lm.config import load_config, run_program
 from tost_lm.errors import ConfigError
-from tost_lm.model.flops import parameters
+from tost_lm.model.flops import flops_per_token, parameters
 from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
 from tost_lm.pretrain.plan.memory import checkpoint_bytes, peak_moment
@@ -78,7 +78,7 @@ def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Seque
 
 
 def model_rows(config: PlanConfig) -> Iterator[Row]:
-    counts, flops = parameters(config.model), plan.model_flops(config)
+    counts, flops = parameters(config.model), flops_per_token(config.model, config.train.seq_len)
     tokens = config.batch_tokens * config.own_steps
     each = tokens / counts.total
     yield (
@@ -162,7 +162,7 @@ def time_rows(config: PlanConfig) -> Iterator[Row]:
         yield f"time per step: {name}", f"{1e3 * seconds:.3g} ms", sources[name]
     yield "time per step", f"{1e3 * step.total:.3g} ms", "sum"
     rate, seconds = config.batch_tokens / step.total, step.total * config.own_steps
-    utilization = plan.model_flops(config).total * rate / (plan.peak(config) * cluster.ranks)
+    utilization = flops_per_token(config.model, config.train.seq_len).total * rate / (plan.peak(config) * cluster.ranks)
     yield "tokens/s", f"{rate:,.0f}", f"{rate / cluster.ranks:,.0f} per GPU; MFU {utilization:.0%}"
     yield "duration of the run", duration(seconds), f"{seconds / 3600 * cluster.ranks:,.0f} GPU hours, steps only"
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tost_lm.errors import ConfigError
 from tost_lm.mixers.spec import BLOCK_LAUNCHES, COMPILED_BLOCK_LAUNCHES, PRODUCTS
-from tost_lm.model.flops import FlopsPerToken, block_matrices, flops_per_token, peak_flops
+from tost_lm.model.flops import block_matrices, flops_per_token, peak_flops
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, load_of
 from tost_lm.pretrain.plan.memory import logit_tiles, parameters_per_rank, reduces_at_end, stage_of, state_bytes
@@ -56,19 +56,15 @@ class Step(NamedTuple):
         return sum(self)
 
 
-def model_flops(config: PlanConfig) -> FlopsPerToken:
-    """FLOPs per token without recomputation."""
-    return flops_per_token(config.model, config.train.seq_len)
-
-
 def step_seconds(config: PlanConfig) -> Step:
     """Raises ConfigError when the device's peak is unknown or the batch is not divisible by the ranks."""
     cluster, again = config.cluster, recomputed_flops(config)
+    flops = flops_per_token(config.model, config.train.seq_len)
     tokens = config.batch_tokens / cluster.ranks  # per rank
     rate = tokens / peak(config)
     found = Step(
-        products=(model_flops(config).products.total + again.products) * rate / cluster.achieved_flops,
-        attention=(model_flops(config).attention.total + again.attention) * rate / cluster.achieved_attention_flops,
+        products=(flops.products.total + again.products) * rate / cluster.achieved_flops,
+        attention=(flops.attention.total + again.attention) * rate / cluster.achieved_attention_flops,
         operator=tokens * operator_bytes_per_token(config) / bandwidth(config) + mixer_kernel_seconds(config),
         elementwise=tokens * elementwise_bytes_per_token(config) / bandwidth(config),
         loss=bytes_moved_by_loss(config) / bandwidth(config),

@@ -40,14 +40,7 @@ def complete(config: PlanConfig) -> PlanConfig:
     Raises:
         ConfigError: the GPUs cannot share the batch, or no tile fits.
     """
-    cluster = config.cluster
-    try:
-        config.accumulation(cluster.ranks)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}, or another cluster: it has cluster.nodes {cluster.nodes} × cluster.gpus_per_node "
-            f"{cluster.gpus_per_node}"
-        ) from None
+    config.accumulation(config.cluster.ranks)
     return _with_largest_tile(config) if config.memory.tile_tokens == "auto" else config
 
 
