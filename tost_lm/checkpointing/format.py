@@ -168,15 +168,12 @@ def read_object(path: Path) -> dict[str, Any]:
 class StoredTensors(Mapping[str, "Tensor"]):
     """The tensors of a checkpoint folder's shards by name, each read from its file on access."""
 
-    def __init__(
-        self, folder: Path, kind: Literal["model", "optimizer"], framework: str = "pt", backend: str = "mmap"
-    ) -> None:
-        """`framework` "np" returns NumPy arrays and does not need torch. `backend` "pread" does not map the files into
-        memory, where their pages would stay."""
+    def __init__(self, folder: Path, kind: Literal["model", "optimizer"], backend: str = "mmap") -> None:
+        """`backend` "pread" does not map the files into memory, where their pages would stay."""
         from safetensors import safe_open
 
         paths = [regular_file(folder / name) for name in shard_entries(folder, kind)]
-        files = [safe_open(path, framework=framework, backend=backend) for path in paths]
+        files = [safe_open(path, framework="pt", backend=backend) for path in paths]
         self._files = {
             name.removeprefix(HUGGING_FACE_PREFIX): (file, name)
             for file in files
@@ -193,14 +190,9 @@ class StoredTensors(Mapping[str, "Tensor"]):
     def __len__(self) -> int:
         return len(self._files)
 
-    def shape(self, name: str) -> list[int]:
-        """The shape of a tensor, without reading it."""
-        file, stored = self._files[name]
-        return file.get_slice(stored).get_shape()
-
     def shapes(self) -> dict[str, list[int]]:
-        """The shapes of all tensors by name."""
-        return {name: self.shape(name) for name in self}
+        """The shapes of all tensors by name, without reading them."""
+        return {name: file.get_slice(stored).get_shape() for name, (file, stored) in self._files.items()}
 
 
 def write_checkpoint(

@@ -30,8 +30,8 @@ def run_lock(run_folder: Path, rank: int) -> Iterator[Callable[[], None]]:
     File systems with locks per node protect less.
 
     Yields:
-        A check to call again and again: on rank 0 it raises TrainingError when the path no longer is the folder of
-        the first call, when the lock file was removed, or when another launch has taken over the owner file.
+        A check to call again and again: on rank 0 it raises TrainingError when the path no longer is the folder that
+        was locked, when the lock file was removed, or when another launch has taken over the owner file.
 
     Raises:
         ConfigError: another launch has the lock (the message names its host and pid), the folder is read-only, or the
@@ -91,13 +91,10 @@ def _require_lock_file(run_folder: Path, path: Path, held: tuple[int, int] | Non
 
 
 def _check(run_folder: Path, require_own: Callable[[], None]) -> Callable[[], None]:
-    first: tuple[int, int] | None = None
+    first = _identity(run_folder)
 
     def check() -> None:
-        nonlocal first
-        found = _identity(run_folder)
-        first = first or found
-        if found is None or found != first:
+        if _identity(run_folder) != first:
             raise TrainingError(
                 f"{run_folder}: was moved or replaced during the run; move it back and run the same command to resume "
                 "from its newest complete checkpoint"

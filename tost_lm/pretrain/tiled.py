@@ -244,7 +244,9 @@ def _states_before(call: Call, batches: Sequence[TileBatch], on_host: bool) -> l
     state = None
     for batch, next_batch in list(_with_next(batches))[:-1]:
         state = _forward(call, batch, state, next_batch, with_labels=False).state
-        states.append(_map_state(state, Tensor.cpu) if state and on_host else state)
+        states.append(
+            _map_state(state, lambda keys: keys.change(Tensor.cpu), Tensor.cpu) if state and on_host else state
+        )
     return states
 
 
@@ -283,45 +285,37 @@ def _with_next(batches: Sequence[TileBatch]) -> Iterator[tuple[TileBatch, TileBa
     return zip(batches, [*batches[1:], None], strict=True)
 
 
-def _map_state(state: LMState, change: Callable[[Tensor], Tensor]) -> LMState:
+def _map_state(
+    state: LMState, of_growing: Callable[[KeyValueTiles], KeyValueTiles], of_tensor: Callable[[Tensor], Tensor]
+) -> LMState:
     def of_layer(layer: Any) -> Any:
-        return layer.change(change) if isinstance(layer, KeyValueTiles) else type(layer)(*map(change, layer))
+        return of_growing(layer) if isinstance(layer, KeyValueTiles) else type(layer)(*map(of_tensor, layer))
 
     return LMState(tuple(map(of_layer, state.layers)), state.positions)
 
 
 def _leaf_state(state: LMState | None, device: torch.device) -> LMState | None:
     """The state on the device, as leaves that receive gradients. A growing state stays where it is."""
-    if state is None:
-        return None
 
     def leaf(x: Tensor) -> Tensor:
         return x.to(device).detach().requires_grad_(x.is_floating_point())
 
-    def of_layer(layer: Any) -> Any:
-        return layer.collect_gradients() if isinstance(layer, KeyValueTiles) else type(layer)(*map(leaf, layer))
-
-    return LMState(tuple(map(of_layer, state.layers)), state.positions)
+    return state and _map_state(state, KeyValueTiles.collect_gradients, leaf)
 
 
 def _statistics(state: LMState) -> list[Tensor]:
     """The floating-point tensors of a state, which have gradients; of keys and values those of the last tile."""
-    return [x for layer in state.layers for x in _tensors(layer) if x.is_floating_point()]
+    tensors = (layer.statistics if isinstance(layer, KeyValueTiles) else layer for layer in state.layers)
+    return [x for of_layer in tensors for x in of_layer if x.is_floating_point()]
 
 
 def _gradients(state: LMState) -> list[Tensor | None]:
     """Those of `_statistics`, of a state of leaves."""
-    return [
-        d
-        for layer in state.layers
-        for d in (
-            layer.gradients if isinstance(layer, KeyValueTiles) else [x.grad for x in layer if x.is_floating_point()]
-        )
-    ]
-
-
-def _tensors(layer: Any) -> Sequence[Tensor]:
-    return layer.statistics if isinstance(layer, KeyValueTiles) else layer
+    found: list[Tensor | None] = []
+    for layer in state.layers:
+        growing = isinstance(layer, KeyValueTiles)
+        found += layer.gradients if growing else [x.grad for x in layer if x.is_floating_point()]
+    return found
 
 
 def _no_logits() -> Tensor:

@@ -88,9 +88,8 @@ def _is_done(start: "StartPoint") -> bool:
     if start.resume_from is None:
         return False
     progress, config = Progress.read(start.resume_from), start.stage.config
-    if len(progress.stages) < len(start.records):
-        return progress.step >= config.last_step  # run.stop_at_step
-    return progress.step >= config.last_step or config.stops_early(progress)
+    begins = len(progress.stages) < len(start.records)
+    return progress.step >= config.last_step or (not begins and config.stops_early(progress))
 
 
 def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "TasksInTraining | None":
