@@ -58,13 +58,13 @@ class Step(NamedTuple):
 
 def step_seconds(config: PlanConfig) -> Step:
     """Raises ConfigError when the device's peak is unknown or the batch is not divisible by the ranks."""
-    cluster, again = config.cluster, recomputed_flops(config)
+    cluster, (products_again, attention_again) = config.cluster, recomputed_flops(config)
     flops = flops_per_token(config.model, config.train.seq_len)
     tokens = config.batch_tokens / cluster.ranks  # per rank
     rate = tokens / peak(config)
     found = Step(
-        products=(flops.products.total + again.products) * rate / cluster.achieved_flops,
-        attention=(flops.attention.total + again.attention) * rate / cluster.achieved_attention_flops,
+        products=(flops.products.total + products_again) * rate / cluster.achieved_flops,
+        attention=(flops.attention.total + attention_again) * rate / cluster.achieved_attention_flops,
         operator=tokens * operator_bytes_per_token(config) / bandwidth(config) + mixer_kernel_seconds(config),
         elementwise=tokens * elementwise_bytes_per_token(config) / bandwidth(config),
         loss=bytes_moved_by_loss(config) / bandwidth(config),

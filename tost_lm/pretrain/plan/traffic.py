@@ -60,15 +60,9 @@ def mlps_without_output(config: PlanConfig) -> int:
     return config.model.layers if config.memory.mlp_tile_tokens or is_computed_again(config) else 0
 
 
-class Recomputed(NamedTuple):
-    """FLOPs per token that are recomputed."""
-
-    products: float
-    attention: float
-
-
-def recomputed_flops(config: PlanConfig) -> Recomputed:
-    """Tensor ranks compute a product before they store its input."""
+def recomputed_flops(config: PlanConfig) -> tuple[float, float]:
+    """FLOPs per token of products and of attention that are recomputed. Tensor ranks compute a product before they
+    store its input."""
     model, seq_len, products, attention = config.model, config.train.seq_len, 0.0, 0.0
     for spec, shape in model.mixers:
         layers, again = spec.layers(model.letters), mixer_forwards(config) - 1
@@ -76,7 +70,7 @@ def recomputed_flops(config: PlanConfig) -> Recomputed:
         products += layers * 2 * (again * spec.weights(shape) + (mlp_forwards(config) - 1) * mlp_weights(model))
     if config.parallel.tensor == 1:
         products -= 2 * model.width * mlps_without_output(config) * model.mlp_width
-    return Recomputed(products, attention)
+    return products, attention
 
 
 class Collectives(NamedTuple):
