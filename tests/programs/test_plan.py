@@ -30,6 +30,8 @@ def test_shards_show_how_much_of_their_document_the_labels_see(workplace):
     words = ["run.toml", "cluster.gpus_per_node=1", "model.max_positions=8192"]
     code, out, err = Forked("tost plan", *words, cwd=workplace).finish()
     assert (code, err) == (0, "")
+    epochs = 12 * 4 * 64 / sum(map(sum, lengths))  # steps, sequences and their tokens
+    assert re.search(rf"^\| epochs +\| {epochs:.2f} +\| of out/shards, ", out, re.M)
     assert re.search(rf"{row}{context_shares(lengths, 64, 'concatenated', [32])[0]:.1%} ", out, re.M)
     code, out, err = Forked(
         "tost plan", *words, "train.seq_len=8192", "train.batch_tokens=8192", cwd=workplace

@@ -46,11 +46,11 @@ def main(path: Path, config: PlanConfig) -> None:
 def _print_stage(config: PlanConfig) -> None:
     """Raises ConfigError if the stage does not fit."""
     config = plan_fit.complete(config)
-    context, too_short = context_row(config)
+    corpus, too_short = corpus_rows(config)
     if too_short:
         print(f"warning: {too_short}", file=sys.stderr)
     resources = [row for kind in (memory_rows, traffic_rows, time_rows, disk_rows) for row in kind(config)]
-    print(markdown([("", "", "details"), *model_rows(config), context, *resources]))
+    print(markdown([("", "", "details"), *model_rows(config), *corpus, *resources]))
     if problem := plan_fit.memory_problem(config):
         raise ConfigError(problem)
 
@@ -80,13 +80,8 @@ def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Seque
 def model_rows(config: PlanConfig) -> Iterator[Row]:
     counts, flops = parameters(config.model), flops_per_token(config.model, config.train.seq_len)
     tokens = config.batch_tokens * config.own_steps
-    each = tokens / counts.total
-    yield (
-        "tokens",
-        in_units(tokens, ""),
-        f"{_count(config.own_steps, 'step')} of {config.batch_tokens:,}; "
-        f"{each:,.{0 if each >= 10 else 2}f} per parameter",
-    )
+    steps = f"{_count(config.own_steps, 'step')} of {config.batch_tokens:,}"
+    yield "tokens", in_units(tokens, ""), f"{steps}; {_rounded(tokens / counts.total)} per parameter"
     yield "parameters", f"{counts.total / 1e6:.2f} M", _listed(counts._asdict(), 1e6)
     by_kind = {name: kind.total for name, kind in flops._asdict().items()}
     yield "FLOP per token", f"{flops.total / 1e9:.4g} G", f"{_listed(by_kind, 1e9, '.4g')}, with backward"
@@ -104,21 +99,28 @@ def layout(config: PlanConfig) -> str:
     )
 
 
-def context_row(config: PlanConfig) -> tuple[Row, str | None]:
-    """How much of their document the labels see, and a warning where few see half of a sequence."""
+def corpus_rows(config: PlanConfig) -> tuple[list[Row], str | None]:
+    """Epochs and how much of their document the labels see, and a warning where few see half of a sequence."""
     seq_len, packing, quantity = config.train.seq_len, config.data.packing, "labels that see half of seq_len"
     if missing := [path for path in config.data.folders if not isinstance(path, RemotePath) and not path.exists()]:
-        return (quantity, "unknown", f"{missing[0]} does not exist; build it with tost prepare shards"), None
+        return [(quantity, "unknown", f"{missing[0]} does not exist; build it with tost prepare shards")], None
     from tost_lm.data.loader import Corpora, context_sizes
 
     sizes = context_sizes(seq_len)
-    shares = Corpora.open(config.data.folders).context_shares(seq_len, packing, sizes)
+    corpora = Corpora.open(config.data.folders)
+    shares = corpora.context_shares(seq_len, packing, sizes)
     details = ", ".join(f"{size:,}: {share:.1%}" for size, share in zip(sizes, shares, strict=True))
-    row = quantity, f"{shares[-1]:.1%}", f"at least so many tokens of their own document: {details}; packing {packing}"
+    rows = []
+    for one, weight in zip(corpora.shards, corpora.weights, strict=True):
+        size = one.manifest["splits"]["train"]["tokens"]
+        epochs = weight * config.batch_tokens * config.own_steps / max(size, 1)
+        rows.append(("epochs", _rounded(epochs), f"of {one.folder}, {in_units(size, '')} tokens"))
+    seen = f"at least so many tokens of their own document: {details}; packing {packing}"
+    rows.append((quantity, f"{shares[-1]:.1%}", seen))
     if shares[-1] >= ENOUGH:
-        return row, None
+        return rows, None
     others = "" if packing == "best-fit" else ", set data.packing=best-fit"
-    return row, (
+    return rows, (
         f"{shares[-1]:.1%} of the labels see {sizes[-1]:,} tokens of their own document, half of train.seq_len "
         f"{seq_len}; lower train.seq_len{others} or add longer documents"
     )
@@ -214,6 +216,10 @@ def _listed(numbers: dict[str, float], unit: float, how: str = ".2f") -> str:
 
 def _count(number: float, what: str, plural: str = "s") -> str:
     return f"{number:,.0f} {what}{plural if number != 1 else ''}"
+
+
+def _rounded(ratio: float) -> str:
+    return f"{ratio:,.{0 if ratio >= 10 else 2}f}"
 
 
 def run() -> NoReturn:
