@@ -1,6 +1,7 @@
 """Test sets evaluated during training score as in one process, on any parallel layout; training is unchanged."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,13 +40,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def find_tasks(folder: Path) -> TasksInTraining:
     tokenizer = SentencePieceTokenizer((folder / "tokenizer.model").read_bytes())
     sets, settings = {"wikitext2": folder / "wiki.test.raw"}, {"zero_shot": {"batch_tokens": 3 * T}}
-    return TasksInTraining.find([TASK], sets, settings, tokenizer, None, ForeignFacts(T, None, "TA"))  # pyright: ignore[reportArgumentType]
+    shards: Any = SimpleNamespace(folder=folder)
+    return TasksInTraining.find([TASK], sets, settings, tokenizer, shards, ForeignFacts(T, None, "TA"))
 
 
 def measured_alone(found: TasksInTraining, weights: dict[str, Tensor]) -> list[Row]:
     model = build_model(**SHAPE).eval()
     model.load_state_dict(weights)
-    return [measured.measure(model, Ranks()) for _, measured in found.tasks]
+    return [own.task.totals_of(own.measure(model, Ranks(), None)) for own in found.tasks]
 
 
 def train(engine: Any, found: TasksInTraining | None) -> list[list[Row]]:

@@ -180,7 +180,7 @@ class EvaluationConfig(Section):
     interval: int | None = Field(default=None, gt=0)
     """Steps between evaluations; another follows the last step. Without it there are none."""
     tasks: list[str] = Field(default_factory=list)
-    """Names of tasks, families or groups of `tost eval`, all but heldout@bpb."""
+    """Names of tasks, families or groups of `tost eval`."""
     settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Sections of `tost eval`: [evaluation.settings.needle] has the settings of its section `needle`."""
     sets: dict[str, Path] = Field(default_factory=dict)

@@ -81,7 +81,7 @@ def model_scorer(model: LanguageModel, vocab_size: int, ranks: Ranks | None = No
 
 
 def score_cell(
-    task: Queries, tokenizer: Tokenizer, scorer: Scorer, sets: Sequence[tuple[Query, ...]]
+    task: Queries, tokenizer: Tokenizer, scorer: Scorer, length: int, depth: float | None, samples: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(scores, rows): means over a cell's examples under each condition, and a row for each example and condition.
 
@@ -89,10 +89,11 @@ def score_cell(
     token by which the first condition lowers the answer, with the standard error of paired differences.
     """
     rows: dict[str, list[dict[str, Any]]] = {condition: [] for condition in task.conditions}
-    longest = min(TILE_TOKENS, len(sets[0][0].prompt))
+    longest = min(TILE_TOKENS, length - task.room)
     together = max(1, min(TOKENS_AT_ONCE // longest, ANSWER_TOKENS_AT_ONCE // task.room))
-    for first in range(0, len(sets), together):  # bounds the memory of the texts
-        for own, examples in zip(rows.values(), zip(*sets[first : first + together], strict=True), strict=True):
+    for first in range(0, samples, together):  # bounds the memory of the texts
+        sets = [task.query(length, depth, sample) for sample in range(first, min(first + together, samples))]
+        for own, examples in zip(rows.values(), zip(*sets, strict=True), strict=True):
             own += _rows(task, tokenizer, scorer, examples)
     scores: dict[str, Any] = {}
     (shown, asked), *controls = rows.items()

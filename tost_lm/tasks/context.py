@@ -270,7 +270,7 @@ class ManyShot(Queries):
 
 def _of_text(name: str, about: str, make: type[TextQueries]) -> GridTask:
     def queries(name: str, of: QuerySource) -> Queries:
-        return make(name, of.settings.seed, of.tokenizer, of.text, of.settings.target_tokens)
+        return make(name, of.settings.seed, of.tokenizer, of.text(), of.settings.target_tokens)
 
     return GridTask(f"{name}@text", about, queries, "token_accuracy")
 

@@ -7,31 +7,27 @@ A cell is measured again when its checkpoint, text, seed or number of samples ha
 other cells.
 """
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
-from tost_lm.files import sha256_bytes
-from tost_lm.inference.evaluated import EvaluatedCheckpoint, read_result_file, write_result_file
+from tost_lm.inference.evaluated import read_result_file, write_result_file
 from tost_lm.inference.ranks import Ranks
 from tost_lm.markdown import format_chance, table, with_error
 from tost_lm.page import Chart, Page, draw_heatmap, new_panels
 from tost_lm.tasks.haystacks import Text
-from tost_lm.tasks.queries import Examples, GridConfig, Queries
+from tost_lm.tasks.queries import GridConfig, Queries
 from tost_lm.tasks.sections import EvaluatedModel, checkpoint_of
-from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
+from tost_lm.tasks.task import Family, Inputs, Measure, Measurement, Place, Row, Task
 
 if TYPE_CHECKING:
-    from tost_lm.inference.generation import LanguageModel
+    from tost_lm.inference.generation import LanguageModel, ModelFacts
     from tost_lm.tasks.answers import Scorer
 
 ACCURACIES = {"choice_accuracy": "choice", "found_share": "found", "token_accuracy": "tokens"}
@@ -59,24 +55,14 @@ class Cell(NamedTuple):
         return f"length_{self.length:08d}_depth_{depth}"
 
 
-@dataclass(frozen=True)
-class QuerySource:
+class QuerySource(NamedTuple):
     """The settings, tokenizer and text that queries are made from."""
 
     settings: Any
     """A GridConfig."""
     tokenizer: Tokenizer
-    find_text: Callable[[], Text]
-    texts: dict[Any, Text] = field(default_factory=dict)
-    """Those that other tasks have read, by section and file."""
-
-    @property
-    def text(self) -> Text:
-        """The text of haystacks, found on first use."""
-        key = self.settings.section, self.settings.haystack
-        if key not in self.texts:
-            self.texts[key] = self.find_text()
-        return self.texts[key]
+    text: Callable[[], Text]
+    """Finds the text of haystacks."""
 
 
 class GridTask(Task):
@@ -98,169 +84,123 @@ class GridTask(Task):
         """
         self.name, self.about, self.make, self.headline, self.column = name, about, make, headline, column
 
-    def open(self, evaluation: Evaluation, family: Family) -> Measurement:
-        settings = family.settings_in(evaluation.config)
-        shards, evaluated = evaluation.config.heldout.shards, evaluation.evaluated
-        text = partial(find_text, settings.haystack, shards, evaluated, family.name)
-        queries = self.make(self.name, QuerySource(settings, evaluation.tokenizer, text, evaluation.texts))
-        identity = identity_of(queries, queries.identity(settings), evaluated) | family.identity
-        measure = partial(self._measure, evaluation, settings, queries, identity)
-        return Measurement(identity, measure, partial(queries.lengths, settings))
+    def open(self, inputs: Inputs, family: Family) -> Measurement:
+        settings = family.settings_in(inputs.config)
+        queries = self.make(
+            self.name, QuerySource(settings, inputs.lossless_tokenizer, partial(find_text, settings, inputs))
+        )
+        text = queries.text
 
-    def _measure(self, evaluation: Evaluation, settings: GridConfig, queries: Queries, identity: Row) -> Row:
+        def prepare(model: "ModelFacts") -> Measure:
+            if (fewest := settings.samples * len(queries.depths)) < FEW_EXAMPLES:
+                inputs.notes[
+                    f"warning: with {fewest} examples of a length, the standard error of an accuracy is up to "
+                    f"{0.5 / fewest**0.5:.0%}; raise {settings.section}.samples"
+                ] = None
+            grid = Grid(queries, inputs.lossless_tokenizer, queries.lengths(settings, model), settings.samples)
+            return partial(self._measure, grid)
+
+        identity = {"settings": queries.identity(settings), **(text.facts if text else {})}
+        return Measurement(identity, prepare, text and text.shards)
+
+    @staticmethod
+    def _measure(grid: "Grid", model: "LanguageModel", ranks: Ranks, place: Place | None) -> Row:
         from tost_lm.tasks.answers import model_scorer
 
-        model, ranks, tokenizer = evaluation.model, evaluation.ranks, evaluation.tokenizer
-        lengths = queries.lengths(settings, model.config)
-        grid = Grid(queries, identity, evaluation.evaluated, lengths)
-        grid.measure(ranks, model_scorer(model, tokenizer.vocab_size, ranks), tokenizer)
-        if (fewest := grid.samples * len(queries.depths)) < FEW_EXAMPLES:
-            evaluation.notes[
-                f"warning: with {fewest} examples of a length, the standard error of an accuracy is up to "
-                f"{0.5 / fewest**0.5:.0%}; raise {settings.section}.samples"
-            ] = None
-        return {"pattern": model.config.pattern, "chance": queries.chance, "cells": grid.results()}
+        scorer = model_scorer(model, grid.tokenizer.vocab_size, ranks)
+        cells = grid.stored(ranks, scorer, place) if place else [grid.measure(cell, scorer)[0] for cell in grid.cells]
+        return {"pattern": model.config.pattern, "chance": grid.queries.chance, "cells": cells}
 
-    def in_training(self, training: Training, family: Family) -> MeasuredInTraining:
-        settings, tokenizer = family.settings_in(training.config), training.tokenizer
-
-        def text() -> Text:
-            if settings.haystack:
-                return Text.of_file(settings.haystack, tokenizer, family.name)
-            return Text.of_shards(training.shards, tokenizer, family.name)
-
-        queries = self.make(self.name, QuerySource(settings, tokenizer, text, training.texts))
-        places = [(length, d) for length in queries.lengths(settings, training.model) for d in queries.depths]
-        identity = queries.identity(settings) | {"places": places, **(queries.text.facts if queries.text else {})}
-        if queries.text and queries.text.shards:
-            identity["shards"] = queries.text.shards.fingerprint
-
-        def measure(model: "LanguageModel", ranks: Ranks) -> Row:
-            from tost_lm.tasks.answers import model_scorer, score_cell
-
-            scorer, cells = model_scorer(model, tokenizer.vocab_size, ranks), []
-            for length, depth in places:
-                examples = Examples(queries, length, depth, settings.samples)
-                scores, _ = score_cell(queries, tokenizer, scorer, examples)
-                cells.append({"length": length, "samples": settings.samples, **scores})
-            keys = self.headline, f"control_{self.headline}"
-            by_length = {f"{self.headline}_at_{length}": score for length, (score, _) in self._means(cells).items()}
-            return over_cells(cells, keys) | by_length
-
-        return MeasuredInTraining(sha256_bytes(json.dumps(identity).encode()), measure)
+    def totals_of(self, results: Row) -> Row:
+        keys = self.headline, f"control_{self.headline}"
+        by_length = {f"{self.headline}_at_{n}": score for n, (score, _) in self.by_length(results).items()}
+        return over_cells(results["cells"], keys) | by_length
 
     def cited(self, results: Row) -> float:
-        return mean_score(results["cells"], self.headline)
+        return over_cells(results["cells"], [self.headline])[self.headline]
 
     def by_length(self, results: Row) -> dict[int, tuple[float, float]]:
-        return self._means(results["cells"])
-
-    def _means(self, cells: Sequence[Row]) -> dict[int, tuple[float, float]]:
         keys = self.headline, f"control_{self.headline}"
-        return {
-            length: (mean_score(own, keys[0]), mean_score(own, keys[1]))
-            for length, own in cells_by_length(cells).items()
-        }
+        means = {n: over_cells(own, keys) for n, own in cells_by_length(results["cells"]).items()}
+        return {length: (own[keys[0]], own[keys[1]]) for length, own in means.items()}
 
 
-def find_text(file: Path | None, shards: str, evaluated: EvaluatedCheckpoint, section: str) -> Text:
-    """The text in `file`, else the held-out documents, else Python's documentation. The tokenizer may lose text of it.
-
-    Args:
-        shards: as in `EvaluatedCheckpoint.open_shards`.
-        section: of the settings, for errors.
+def find_text(settings: GridConfig, inputs: Inputs) -> Text:
+    """The text of haystacks: the file of the settings, else the held-out documents, else Python's documentation. The
+    tokenizer may lose text of it.
 
     Raises:
-        DataError: the file is missing, empty or not UTF-8, or as in `EvaluatedCheckpoint.open_shards`.
-        ConfigError: as in `EvaluatedCheckpoint.open_shards`.
+        DataError: the file is missing, empty or not UTF-8; or as `Inputs.open_shards`.
     """
-    tokenizer = evaluated.tokenizer()
-    if file is not None:
-        return Text.of_file(file, tokenizer, section)
-    if shards or (evaluated.home / "config.toml").is_file():
-        return Text.of_shards(evaluated.open_shards(shards), tokenizer, section)
-    return Text.embedded(tokenizer, section)
-
-
-def identity_of(queries: Queries, settings: Row, evaluated: EvaluatedCheckpoint) -> Row:
-    """Everything that the results of a task depend on. `settings` are its lengths, samples, seed and its own."""
-    text = queries.text
-    identity = evaluated.identity(None, text and text.shards) | (text.facts if text else {})
-    if queries.depths != (None,):
-        settings = settings | {"depths": list(queries.depths)}
-    return identity | {"settings": settings}
+    key, tokenizer = (settings.section, settings.haystack), inputs.tokenizer
+    if key not in inputs.texts:
+        if settings.haystack:
+            inputs.texts[key] = Text.of_file(settings.haystack, tokenizer, settings.section)
+        elif inputs.has_shards:
+            inputs.texts[key] = Text.of_shards(inputs.open_shards(), tokenizer, settings.section)
+        else:
+            inputs.texts[key] = Text.embedded(tokenizer, settings.section)
+    return inputs.texts[key]
 
 
 class Grid:
-    """The cells of one task and their files."""
+    """The cells of one task."""
 
-    def __init__(self, queries: Queries, identity: Row, evaluated: EvaluatedCheckpoint, lengths: Sequence[int]):
-        self.queries, self.identity = queries, identity
-        self.samples: int = identity["settings"]["samples"]
+    def __init__(self, queries: Queries, tokenizer: Tokenizer, lengths: Sequence[int], samples: int):
+        self.queries, self.tokenizer, self.samples = queries, tokenizer, samples
         self.cells = [Cell(length, depth) for length in lengths for depth in queries.depths]
-        self.folder = evaluated.results_path(queries.name).parent / "cells"
 
-    def measure(self, ranks: Ranks, scorer: "Scorer", tokenizer: Tokenizer) -> None:
-        """Measure the cells that have no results. All ranks call it, and the copies of the model share the cells.
-        When it returns, all files exist."""
+    def measure(self, cell: Cell, scorer: "Scorer") -> tuple[Row, list[Row]]:
+        """The scores of a cell, and a row for each example and condition."""
         from tost_lm.tasks.answers import score_cell
 
+        scores, rows = score_cell(self.queries, self.tokenizer, scorer, *cell, self.samples)
+        return {**cell._asdict(), "samples": self.samples, **self.queries.facts(cell.length), **scores}, rows
+
+    def stored(self, ranks: Ranks, scorer: "Scorer", place: Place) -> list[Row]:
+        """The scores of all cells with files, also of earlier calls, by length and depth.
+
+        Cells without a file are measured. All ranks call it, and the copies of the model share the cells."""
         # All ranks use what rank 0 finds: with different lists, they would wait for each other forever.
-        exists = ranks.gather([self._stored(self._file(cell)) is not None for cell in self.cells])[0]
+        found = _stored(place)
+        exists = ranks.gather([cell in found for cell in self.cells])[0]
         if any(exists):
             print(f"{self.queries.name}: reusing {sum(exists)} of {len(exists)} cells", flush=True)
-        todo = [cell for cell, done in zip(self.cells, exists, strict=True) if not done]
-        lengths = list(dict.fromkeys(cell.length for cell in self.cells))
-        for cell in todo[ranks.copy :: ranks.copies]:
+        todo = [cell for cell, done in zip(self.cells, exists, strict=True) if not done][ranks.copy :: ranks.copies]
+        measured: list[Cell] = []
+        for cell in ranks.each(todo, lambda: f"{len(measured)} of {len(todo)} cells measured"):
             started = time.monotonic()
-            examples = Examples(self.queries, *cell, self.samples)
-            scores, rows = score_cell(self.queries, tokenizer, scorer, examples)
+            scores, rows = self.measure(cell, scorer)
             result = {
-                "protocol": self.queries.name, "identity": self._identity(cell), **cell._asdict(),
-                "samples": self.samples, **self.queries.facts(cell.length), **scores,
+                "protocol": self.queries.name, "identity": _identity(place, cell), **scores,
                 "seconds": time.monotonic() - started, "examples": rows,
             }  # fmt: skip
             if ranks.is_first_of_copy:
-                write_result_file(self._file(cell), result)
-            if ranks.rank == 0:
-                self._print_complete(lengths)
+                write_result_file(place.folder / "cells" / f"{cell.name}.json", result)
+            measured.append(cell)
         ranks.wait_for_copies()
-        if ranks.rank == 0:
-            self._print_complete(lengths)
+        found = _stored(place)
+        for length, own in cells_by_length([row for cell, row in found.items() if cell in self.cells]).items():
+            words = describe(own, self.queries.facts(length))
+            print(f"{self.queries.name}: {words}  chance {format_chance(self.queries.chance)}", flush=True)
+        return [{key: found[cell][key] for key in found[cell] if key not in NOT_SCORES} for cell in sorted(found)]
 
-    def results(self) -> list[dict[str, Any]]:
-        """The scores of all cells that exist, also of earlier calls, by length and depth."""
-        stored = filter(None, map(self._stored, self.folder.glob("length_*.json")))
-        scores = [{key: value for key, value in cell.items() if key not in NOT_SCORES} for cell in stored]
-        return sorted(scores, key=lambda cell: (cell["length"], cell["depth"] or 0))
 
-    def _file(self, cell: Cell) -> Path:
-        return self.folder / f"{cell.name}.json"
+def _identity(place: Place, cell: Cell) -> Row:
+    """Everything that a cell depends on, without the settings of other cells."""
+    shared = {key: value for key, value in place.identity["settings"].items() if key not in ("lengths", "depths")}
+    return place.identity | {"settings": shared | cell._asdict()}
 
-    def _identity(self, cell: Cell) -> dict[str, Any]:
-        """Everything that a cell depends on, without the settings of other cells."""
-        return self.identity | {"settings": self._settings(cell)}
 
-    def _settings(self, cell: Cell) -> dict[str, Any]:
-        settings = {k: v for k, v in self.identity["settings"].items() if k not in ("lengths", "depths")}
-        return settings | cell._asdict()
-
-    def _stored(self, file: Path) -> dict[str, Any] | None:
-        """A cell; None: its file is missing, damaged, edited or of another identity, and `measure` replaces it."""
+def _stored(place: Place) -> dict[Cell, Row]:
+    """The cells with a file. Files that are damaged, edited or of another identity are left out, and replaced."""
+    found = {}
+    for file in (place.folder / "cells").glob("length_*.json"):
         with suppress(ConfigError, OSError):
-            cell = read_result_file(file)
-            if cell and cell["identity"] == self._identity(Cell(cell["length"], cell["depth"])):
-                return cell
-        return None
-
-    def _print_complete(self, lengths: list[int]) -> None:
-        """Print the lengths whose cells all exist, and remove them from the list."""
-        for length in list(lengths):
-            cells = [self._stored(self._file(cell)) for cell in self.cells if cell.length == length]
-            if len(complete := [cell for cell in cells if cell]) == len(cells):
-                words = describe(complete, self.queries.facts(length))
-                print(f"{self.queries.name}: {words}  chance {format_chance(self.queries.chance)}", flush=True)
-                lengths.remove(length)
+            row = read_result_file(file)
+            if row and row["identity"] == _identity(place, cell := Cell(row["length"], row["depth"])):
+                found[cell] = row
+    return found
 
 
 def describe(cells: Sequence[Row], facts: Mapping[str, int]) -> str:
@@ -295,11 +235,6 @@ def over_cells(cells: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str
 def cells_by_length(cells: Sequence[Row]) -> dict[int, list[Row]]:
     """The cells of each length, ascending."""
     return {length: [c for c in cells if c["length"] == length] for length in sorted({c["length"] for c in cells})}
-
-
-def mean_score(cells: Sequence[Row], key: str) -> float:
-    """Mean over all examples of the cells."""
-    return sum(cell[key] * cell["samples"] for cell in cells) / sum(cell["samples"] for cell in cells)
 
 
 def _accuracy(cell: Row) -> str:

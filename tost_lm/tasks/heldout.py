@@ -6,18 +6,21 @@ the window before it. EOT is only an input and is not scored.
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import islice
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from tost_lm.config import TAKES_URLS, Section
 from tost_lm.data.shards import Shards
 from tost_lm.errors import ConfigError
+from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.requests import Likelihoods, bootstrap_error, disjoint_windows, rates
 from tost_lm.tasks.scored import Example, LikelihoodTask, section_of_test_sets, to_array, window_of
-from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Training
+from tost_lm.tasks.task import Family, Inputs, Measure, Measurement, Place, Row
+
+if TYPE_CHECKING:
+    from tost_lm.inference.generation import LanguageModel, ModelFacts
 
 NAME = "heldout@bpb"
 
@@ -37,29 +40,25 @@ class Heldout(LikelihoodTask):
     name, about = NAME, "bits per byte of the held-out documents"
     headline, column = "bits_per_byte", ("held-out bits per byte", ".4f")
 
-    def open(self, evaluation: Evaluation, family: Family) -> Measurement:
-        settings, window = evaluation.config.heldout, evaluation.config.zero_shot.window_tokens
-        shards = evaluation.evaluated.open_shards(settings.shards)
+    def open(self, inputs: Inputs, family: Family) -> Measurement:
+        settings, windows, shards = inputs.config.heldout, inputs.config.zero_shot, inputs.open_shards()
         if shards.manifest["splits"]["valid"]["bytes"] is None:
             raise ConfigError(
                 f"{NAME}: {shards.folder} links token files, so the bytes of its documents are unknown; give shards of "
                 "text (heldout.shards=FOLDER), or read the loss of held-out documents in training (validation.interval)"
             )
-        identity = evaluation.evaluated.identity(settings, shards)
-        identity["settings"] |= {"window_tokens": window}
+        identity = {"settings": settings.model_dump(mode="json") | {"window_tokens": windows.window_tokens}}
 
-        def measure() -> Row:
-            tokens = window_of(evaluation.model.config, window)
-            results = self.score(evaluation, documents(shards, settings.max_documents, tokens), tokens)
+        def measure(model: "LanguageModel", ranks: Ranks, place: Place | None) -> Row:
+            examples = documents(shards, settings.max_documents, window_of(model.config, windows))
+            results = self.score(model, ranks, place, examples, windows)
             return results | {"heldout_documents": shards.manifest["splits"]["valid"]["documents"]}
 
-        return Measurement(identity, measure, partial(window_of, wanted=window))
+        def prepare(model: "ModelFacts") -> Measure:
+            window_of(model, windows)
+            return measure
 
-    def in_training(self, training: Training, family: Family) -> MeasuredInTraining:
-        raise ConfigError(
-            f"evaluation.tasks: {NAME} is not measured during training; set validation.interval, which measures the "
-            "loss on held-out documents"
-        )
+        return Measurement(identity, prepare, shards)
 
     def row(self, example: Example, scores: Likelihoods) -> Row:
         return {"tokens": int(scores.tokens.sum()), **example.facts, "nats": float(sum(scores.nats))}

@@ -1,6 +1,9 @@
 """Tasks during training: the same scores, of the model in memory."""
 
+import io
+import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from tost_lm.config import validate
 from tost_lm.data.shards import Shards
 from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.files import sha256_bytes
 from tost_lm.inference.ranks import Ranks
 from tost_lm.parallel.apply import ShardedInference
 from tost_lm.tasks.settings import EvalConfig, tasks_of
-from tost_lm.tasks.task import MeasuredInTraining, Row, Task, Training
+from tost_lm.tasks.task import Inputs, Measure, Measurement, Row, Task
 
 if TYPE_CHECKING:
     from tost_lm.inference.generation import ModelFacts
@@ -31,10 +35,20 @@ class AllCopies(Ranks):
 
 
 @dataclass(frozen=True)
+class TaskInTraining:
+    """A task with what it reads."""
+
+    task: Task
+    data_sha256: str
+    """Identifies what it reads."""
+    measure: Measure
+
+
+@dataclass(frozen=True)
 class TasksInTraining:
     """Tasks with what they read."""
 
-    tasks: Sequence[tuple[Task, MeasuredInTraining]]
+    tasks: Sequence[TaskInTraining]
 
     @classmethod
     def find(
@@ -61,13 +75,13 @@ class TasksInTraining:
         """
         tree = {"tasks": names, "sets": {name: str(path) for name, path in sets.items()}, **settings}
         config = validate(EvalConfig, tree, "evaluation", from_user=True)
-        training = Training(config, tokenizer, shards, model)
-        return cls([(task, task.in_training(training, family)) for family, task in tasks_of(config)])
+        inputs = Inputs(config, tokenizer, lambda: shards, True, str(shards.folder), "evaluation.sets")
+        return cls([_found(task, task.open(inputs, family), model) for family, task in tasks_of(config)])
 
     @property
     def facts(self) -> dict[str, str]:
         """Facts that all ranks must agree on."""
-        return {f"data of {task.name}": measured.data_sha256 for task, measured in self.tasks}
+        return {f"data of {own.task.name}": own.data_sha256 for own in self.tasks}
 
     def measure(self, engine: Any, mesh: "Mesh", beat: Callable[[], None]) -> list[Row]:
         """The totals of each task, those of its results.json for a test set, and the name of its headline.
@@ -80,11 +94,19 @@ class TasksInTraining:
         """
         model, rows = ShardedInference(engine, engine.module.config, mesh), []
         engine.eval()
-        for task, measured in self.tasks:
+        for own in self.tasks:
             beat()
-            kind = Ranks if measured.shares_copies else AllCopies
-            totals = measured.measure(model, kind(engine.global_rank, mesh, beat))
-            names = {"protocol": task.name, "headline": task.headline, "data_sha256": measured.data_sha256}
-            rows.append(names | totals)
+            kind = Ranks if own.task.shares_copies else AllCopies
+            with redirect_stdout(io.StringIO()):
+                results = own.measure(model, kind(engine.global_rank, mesh, beat), None)
+            names = {"protocol": own.task.name, "headline": own.task.headline, "data_sha256": own.data_sha256}
+            rows.append(names | own.task.totals_of(results))
         engine.train()
         return rows
+
+
+def _found(task: Task, measurement: Measurement, model: "ModelFacts") -> TaskInTraining:
+    shards = measurement.shards and measurement.shards.fingerprint
+    whole = json.dumps([shards, measurement.identity]).encode()
+    sha256 = measurement.identity.get("data_sha256") or sha256_bytes(whole)
+    return TaskInTraining(task, sha256, measurement.prepare(model))

@@ -86,7 +86,7 @@ FAMILY = Family(
         GridTask(
             NAME,
             "one secret word in a text: a grid of length by depth",
-            lambda name, of: NeedleQueries(of.settings.seed, of.tokenizer, of.text, of.settings.depths),
+            lambda name, of: NeedleQueries(of.settings.seed, of.tokenizer, of.text(), of.settings.depths),
             "choice_accuracy",
             column=("needle choice accuracy", ".1%"),
         )

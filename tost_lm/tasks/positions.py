@@ -10,14 +10,13 @@ from pydantic import Field
 
 from tost_lm.config import Section
 from tost_lm.data.shards import Concatenation
-from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
 from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.text_file import TextFile, ids_of
 from tost_lm.markdown import escape, table
 from tost_lm.page import CONTRAST, DARK, Chart, Page, column, line_data, new_figure, position_axis
 from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line
-from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
+from tost_lm.tasks.task import Family, Inputs, Measure, Measurement, Place, Row, Task
 
 if TYPE_CHECKING:
     from tost_lm.inference.generation import LanguageModel, ModelFacts
@@ -46,30 +45,33 @@ class Positions(Task):
     name, about = NAME, "loss by position, far beyond the trained length"
     headline = "nats_per_token"
 
-    def open(self, evaluation: Evaluation, family: Family) -> Measurement:
-        settings, evaluated = evaluation.config.positions, evaluation.evaluated
+    def open(self, inputs: Inputs, family: Family) -> Measurement:
+        settings, shards = inputs.config.positions, None
         given = {"positions": settings.model_dump(mode="json", exclude={"file"} if settings.file is None else None)}
+        identity: Row = {"settings": given}
         if settings.file:
             text = TextFile.check(settings.file, "positions.file")
-            identity, source = evaluated.identity(None, None) | {"text_sha256": text.sha256}, str(text.path)
-            tokens = self._tokens(evaluation.tokenizer, text)
+            identity["text_sha256"], source = text.sha256, str(text.path)
+            blocks = ids_of(inputs.lossless_tokenizer, text.blocks())
+            tokens = Concatenation([np.concatenate([*map(np.atleast_1d, blocks)])])
         else:
-            shards = evaluated.open_shards(evaluation.config.heldout.shards)
-            identity, source = evaluated.identity(None, shards), str(shards.folder)
-            tokens = Concatenation(shards.token_arrays("valid"))
-            given["heldout"] = {"shards": evaluation.config.heldout.shards}
-        sequences = partial(Sequences, source, tokens, settings)
-        measure = partial(self._measure, evaluation, settings, sequences)
-        return Measurement(identity | {"settings": given}, measure, sequences)
+            shards = inputs.open_shards()
+            source, tokens = str(shards.folder), Concatenation(shards.token_arrays("valid"))
+            given["heldout"] = {"shards": inputs.config.heldout.shards}
 
-    def _measure(self, evaluation: Evaluation, settings: PositionsConfig, make: "partial[Sequences]") -> Row:
-        model = evaluation.model
-        sequences = make(model.config)
+        def prepare(model: "ModelFacts") -> Measure:
+            return partial(self._measure, Sequences(source, tokens, settings, model), settings.sequences)
+
+        return Measurement(identity, prepare, shards)
+
+    def _measure(
+        self, sequences: "Sequences", wanted: int, model: "LanguageModel", ranks: Ranks, place: Place | None
+    ) -> Row:
         lengths = sequences.lengths
-        if sequences.count < settings.sequences:
-            print(f"the text has {sequences.count} sequences, fewer than positions.sequences {settings.sequences}")
+        if sequences.count < wanted:
+            print(f"the text has {sequences.count} sequences, fewer than positions.sequences {wanted}")
         print(f"reading {sequences.count} sequences of {lengths.read:,} tokens", flush=True)
-        nats_NP = mean_nats_of_all(evaluation.ranks, model, sequences, lengths.ends)
+        nats_NP = mean_nats_of_all(ranks, model, sequences, lengths.ends)
         rows = by_position(nats_NP, lengths.ends, lengths.trained)
         print_table(rows, lengths.trained)
         if lengths.limit:
@@ -83,32 +85,12 @@ class Positions(Task):
             "by_position": rows,
         }
 
-    def in_training(self, training: Training, family: Family) -> MeasuredInTraining:
-        settings, tokenizer, shards = training.config.positions, training.tokenizer, training.shards
-        if settings.file:
-            text = TextFile.check(settings.file, "positions.file")
-            tokens, source, sha256 = self._tokens(tokenizer, text), str(text.path), text.sha256
-        else:
-            tokens, source, sha256 = (
-                Concatenation(shards.token_arrays("valid")),
-                str(shards.folder),
-                shards.fingerprint,
-            )
-        sequences = Sequences(source, tokens, settings, training.model)
-
-        def measure(model: "LanguageModel", ranks: Ranks) -> Row:
-            ends = sequences.lengths.ends
-            rows = by_position(mean_nats_of_all(ranks, model, sequences, ends), ends, sequences.lengths.trained)
-            of_ends = {f"nats_per_token_up_to_{row['end']}": row["nats_per_token"] for row in rows}
-            last = [row for row in rows if row["trained"]][-1:] or rows[:1]
-            error = last[0]["standard_error"]
-            return {"nats_per_token": last[0]["nats_per_token"], "nats_per_token_standard_error": error, **of_ends}
-
-        return MeasuredInTraining(sha256, measure)
-
-    @staticmethod
-    def _tokens(tokenizer: Tokenizer, text: TextFile) -> Concatenation:
-        return Concatenation([np.concatenate([*map(np.atleast_1d, ids_of(tokenizer, text.blocks()))])])
+    def totals_of(self, results: Row) -> Row:
+        rows = results["by_position"]
+        of_ends = {f"nats_per_token_up_to_{row['end']}": row["nats_per_token"] for row in rows}
+        last = ([row for row in rows if row["trained"]] or rows[:1])[-1]
+        error = last["standard_error"]
+        return {"nats_per_token": last["nats_per_token"], "nats_per_token_standard_error": error, **of_ends}
 
 
 DEFAULT_TIMES = 16

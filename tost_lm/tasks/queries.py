@@ -2,7 +2,7 @@
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, compress
 from pathlib import Path
@@ -124,7 +124,8 @@ class Queries(ABC):
 
     def identity(self, settings: GridConfig) -> dict[str, Any]:
         """The settings that the results depend on. Those of the cells are called `lengths`."""
-        return {"lengths": settings.lengths, "samples": settings.samples, "seed": settings.seed}
+        depths = {} if self.depths == (None,) else {"depths": list(self.depths)}
+        return {"lengths": settings.lengths, "samples": settings.samples, "seed": settings.seed, **depths}
 
     def draws(self, *place: int) -> np.random.Generator:
         """Random numbers of this task's seed for a place, for example a length and the number of an example."""
@@ -200,18 +201,3 @@ class PuzzleQueries(Queries):
         """Tokens of a cell besides the needles and the haystack."""
         intro = self.tokenizer.encode(puzzle.intro)
         return 1 + len(intro) + len(self.encode(puzzle.question)) + self.room
-
-
-class Examples(Sequence[tuple[Query, ...]]):
-    """The first queries of a cell under each condition, each made when it is used: they may have millions of tokens."""
-
-    def __init__(self, queries: Queries, length: int, depth: float | None, samples: int):
-        self._queries, self._length, self._depth, self._samples = queries, length, depth, samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, sample: Any) -> Any:
-        if isinstance(sample, slice):
-            return [self[i] for i in range(*sample.indices(len(self)))]
-        return self._queries.query(self._length, self._depth, sample)

@@ -383,7 +383,7 @@ def _zipf(words: int) -> list[int]:
 
 def _niah(name: str, about: str, form: Form) -> GridTask:
     def make(name: str, of: QuerySource) -> Queries:
-        return NiahQueries(name, of.settings.seed, of.tokenizer, form, of.text if form.haystack == "text" else None)
+        return NiahQueries(name, of.settings.seed, of.tokenizer, form, of.text() if form.haystack == "text" else None)
 
     return GridTask(f"niah_{name}@own-words", about, make)
 

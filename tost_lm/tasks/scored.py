@@ -7,7 +7,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from tost_lm.inference.requests import Likelihoods, Request
 from tost_lm.markdown import format_result, table
 from tost_lm.tasks.data_sets import DataSet, SetFile, unpacked
 from tost_lm.tasks.sections import EvaluatedModel, checkpoint_of
-from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
+from tost_lm.tasks.task import Family, Inputs, Measure, Measurement, Place, Row, Task
 
 if TYPE_CHECKING:
     from tost_lm.inference.generation import LanguageModel, ModelFacts
@@ -52,6 +51,8 @@ class Example:
 class LikelihoodTask(Task, ABC):
     """A task whose examples are scored by log-likelihood."""
 
+    shares_copies = True
+
     @abstractmethod
     def row(self, example: Example, scores: Likelihoods) -> Row:
         """The row of an example; `scores` are those of its requests."""
@@ -60,22 +61,29 @@ class LikelihoodTask(Task, ABC):
     def totals(self, rows: Sequence[Row]) -> Row:
         """The results, each with its denominator and a standard error."""
 
-    def score(self, evaluation: Evaluation, examples: Sequence[Example], window: int) -> Row:
-        """The results of examples that were made for a window; also writes their rows."""
+    def score(
+        self,
+        model: "LanguageModel",
+        ranks: Ranks,
+        place: Place | None,
+        examples: Sequence[Example],
+        settings: WindowConfig,
+    ) -> Row:
+        """The results of examples; also writes their rows if there is a place."""
         tokens = sum(request.inputs for example in examples for request in example.requests)
         print(f"{self.name}: scoring {len(examples):,} examples, {tokens:,} tokens", flush=True)
-        rows = rows_of(evaluation.ranks, evaluation.model, self, examples, evaluation.config.zero_shot.batch_tokens)
-        if not all(np.isfinite(row.get("nats", 0)).all() for row in rows):
+        rows = rows_of(ranks, model, self, examples, settings.batch_tokens)
+        if place and not all(np.isfinite(row.get("nats", 0)).all() for row in rows):
             raise CheckpointError(
-                f"{evaluation.evaluated.checkpoint}: its scores are not finite (NaN or infinite); use an earlier "
+                f"{place.identity['checkpoint']}: its scores are not finite (NaN or infinite); use an earlier "
                 "checkpoint"
             )
         totals = self.totals(rows)
         for name, value in totals.items():
             print(f"  {name} {value:,}" if isinstance(value, int) else f"  {name} {value:.5g}")
-        if evaluation.ranks.rank == 0:
-            write_rows(evaluation.folder(self.name) / "rows.jsonl", rows)
-        return {"model": totals, "headline": self.headline, "window_tokens": window}
+        if place and ranks.rank == 0:
+            write_rows(place.folder / "rows.jsonl", rows)
+        return {"model": totals, "headline": self.headline, "window_tokens": window_of(model.config, settings)}
 
 
 class ScoredTask(LikelihoodTask):
@@ -108,40 +116,36 @@ class ScoredTask(LikelihoodTask):
         """The file of its test set, as in `DataSet.find_file`."""
         return self.data_set.find_file(given, section)
 
-    def open(self, evaluation: Evaluation, family: Family) -> Measurement:
-        file, settings = self.find_file(evaluation.config.sets), evaluation.config.zero_shot
-        identity = evaluation.evaluated.identity(None, None) | {"protocol": self.name, "data_sha256": file.sha256}
-        identity["settings"] = {"window_tokens": settings.window_tokens}
+    def open(self, inputs: Inputs, family: Family) -> Measurement:
+        file, settings = self.find_file(inputs.config.sets, inputs.sets), inputs.config.zero_shot
+        identity = {
+            "protocol": self.name, "data_sha256": file.sha256, "settings": {"window_tokens": settings.window_tokens},
+        }  # fmt: skip
 
-        def check(model: "ModelFacts") -> None:
-            self.check_window(window_of(model, settings.window_tokens))
+        def prepare(model: "ModelFacts") -> Measure:
+            window = window_of(model, settings)
+            self.check_window(window)
+            examples = self.examples(file.path, inputs.lossless_tokenizer, window)
+            facts = {
+                "by_token": self.by_token,
+                "tokenizer_is_gpt2s": is_gpt2_tokenizer(inputs.lossless_tokenizer),
+                "file": str(file.path),
+                "published_file": file.is_published,
+            }
 
-        return Measurement(identity, partial(self._measure, evaluation, file), check)
+            def measure(model: "LanguageModel", ranks: Ranks, place: Place | None) -> Row:
+                published = describe_published(file.is_published)
+                print(f"{self.name}: {file.path}, {published} (SHA-256 {file.sha256})", flush=True)
+                return self.score(model, ranks, place, examples, settings) | facts
 
-    def _measure(self, evaluation: Evaluation, file: SetFile) -> Row:
-        window = window_of(evaluation.model.config, evaluation.config.zero_shot.window_tokens)
-        examples = self.examples(file.path, evaluation.tokenizer, window)
-        print(f"{self.name}: {file.path}, {describe_published(file.is_published)} (SHA-256 {file.sha256})", flush=True)
-        return self.score(evaluation, examples, window) | {
-            "by_token": self.by_token,
-            "tokenizer_is_gpt2s": is_gpt2_tokenizer(evaluation.tokenizer),
-            "file": str(file.path),
-            "published_file": file.is_published,
-        }
+            return measure
 
-    def in_training(self, training: Training, family: Family) -> MeasuredInTraining:
-        file, settings = self.find_file(training.config.sets, "evaluation.sets"), training.config.zero_shot
-        examples = self.examples(file.path, training.tokenizer, window_of(training.model, settings.window_tokens))
-
-        def measure(model: "LanguageModel", ranks: Ranks) -> Row:
-            return self.totals(rows_of(ranks, model, self, examples, settings.batch_tokens))
-
-        return MeasuredInTraining(file.sha256, measure, shares_copies=True)
+        return Measurement(identity, prepare)
 
 
-def window_of(model: "ModelFacts", wanted: int | None) -> int:
-    """The tokens that a model reads at once; None: its context length. Raises ConfigError beyond its positions."""
-    window, limit = wanted or model.context_length, model.position_limit
+def window_of(model: "ModelFacts", settings: WindowConfig) -> int:
+    """The tokens that a model reads at once. Raises ConfigError beyond its positions."""
+    window, limit = settings.window_tokens or model.context_length, model.position_limit
     if limit is not None and window > limit:
         raise ConfigError(f"zero_shot.window_tokens: {window} exceeds the model's positions ({limit}); lower it")
     return window

@@ -5,20 +5,22 @@ totals, its lines in tables, its section of the report. A changed task gets a ne
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tost_lm.checkpointing.format import SETTINGS
 from tost_lm.config import Section, validate
-from tost_lm.errors import ConfigError, TostError
+from tost_lm.data.tokenizers import LosslessTokenizer, Tokenizer
+from tost_lm.errors import TostError
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.ranks import Ranks
 
 if TYPE_CHECKING:
     from tost_lm.data.shards import Shards
-    from tost_lm.data.tokenizers import Tokenizer
     from tost_lm.inference.generation import LanguageModel, ModelFacts
     from tost_lm.page import Page
     from tost_lm.tasks.sections import EvaluatedModel
@@ -28,67 +30,58 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """The checkpoint, ranks, settings and texts that the tasks of one evaluation share."""
+class Inputs:
+    """The settings and texts that tasks read, those of a checkpoint or of a run in training."""
 
-    evaluated: EvaluatedCheckpoint
-    ranks: Ranks
     config: Any
     """The settings, with a section for each family that has any."""
-    notes: dict[str, None] = field(default_factory=dict)
-    """Lines to print at the end, each once."""
+    tokenizer: Tokenizer
+    """For texts that are not scored."""
+    open_shards: "Callable[[], Shards]"
+    """Opens the held-out documents. Raises TostError if there are none."""
+    has_shards: bool
+    model: str
+    """Names the tokenizer in errors."""
+    sets: str = "sets"
+    """Names the setting with the files of test sets in errors."""
     texts: dict[Any, Any] = field(default_factory=dict)
     """Texts that several tasks read."""
+    notes: dict[str, None] = field(default_factory=dict)
+    """Lines to print at the end, each once."""
 
-    @cached_property
-    def tokenizer(self) -> "Tokenizer":
+    @property
+    def lossless_tokenizer(self) -> Tokenizer:
         """For texts that are scored."""
-        return self.evaluated.lossless_tokenizer()
+        return LosslessTokenizer(self.tokenizer, self.model)
 
-    @cached_property
-    def model(self) -> "LanguageModel":
-        """In evaluation mode; all ranks ask for it together."""
-        return self.ranks.load(self.evaluated)
 
-    def folder(self, task: str) -> Path:
-        """The folder of a task's results."""
-        return self.evaluated.results_path(task).parent
+class Place(NamedTuple):
+    """Where the results of a task are stored, and files from which its measurement resumes."""
+
+    folder: Path
+    identity: Row
+    """Everything that the results depend on."""
+
+    @property
+    def saved_position(self) -> Path:
+        """The position in a text; removed when there are results."""
+        return self.folder / "position.pt"
+
+
+Measure = Callable[["LanguageModel", Ranks, Place | None], Row]
+"""Returns the results. All ranks call it together, and what rank 0 returns is stored. Without a place, during training,
+no file is written and nothing is printed."""
 
 
 class Measurement(NamedTuple):
-    """A measurement of a checkpoint that a task has prepared. Its files have been found and checked."""
+    """A measurement that a task has prepared. Its files have been found and checked."""
 
     identity: Row
-    """Everything that the results depend on."""
-    measure: Callable[[], Row]
-    """Returns the results. All ranks call it together, and what rank 0 returns is stored."""
-    check: "Callable[[ModelFacts], object]" = lambda model: None
-    """Raises TostError if the model cannot read what the task would give it."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """The settings, texts and model that tasks have during training."""
-
-    config: Any
-    """The settings, as in `Evaluation`."""
-    tokenizer: "Tokenizer"
-    shards: "Shards"
-    """The held-out text."""
-    model: "ModelFacts"
-    texts: dict[Any, Any] = field(default_factory=dict)
-    """Texts that several tasks read."""
-
-
-class MeasuredInTraining(NamedTuple):
-    """A task during training."""
-
-    data_sha256: str
-    """Identifies what it reads."""
-    measure: "Callable[[LanguageModel, Ranks], Row]"
-    """Returns the totals, the headline among them. All ranks call it together and get the same."""
-    shares_copies: bool = False
-    """Whether copies of the model share the work and call it equally often."""
+    """Everything that the results depend on beside the checkpoint and the shards."""
+    prepare: "Callable[[ModelFacts], Measure]"
+    """Raises TostError if the model cannot read what the task would give it, or a file has another format."""
+    shards: "Shards | None" = None
+    """Those that it reads."""
 
 
 class Task:
@@ -102,6 +95,7 @@ class Task:
         column: name and format of a column in the comparison of runs; None: it has none.
         has_lengths: whether it has scores by length, for the comparison of runs.
         reads_one_stream: its ranks are sequence ranks by default, because it reads one text from end to end.
+        shares_copies: whether copies of the model call it equally often, and so share the work also in training.
     """
 
     name: str
@@ -111,12 +105,13 @@ class Task:
     column: tuple[str, str] | None = None
     has_lengths: bool = False
     reads_one_stream: bool = False
+    shares_copies: bool = False
 
     def named(self, name: str) -> "Task | None":
         """This task if it has the name, or one of its kind."""
         return self if name == self.name else None
 
-    def open(self, evaluation: Evaluation, family: "Family") -> Measurement:
+    def open(self, inputs: Inputs, family: "Family") -> Measurement:
         """Find and check all that the task reads.
 
         Raises:
@@ -124,16 +119,9 @@ class Task:
         """
         raise NotImplementedError
 
-    def in_training(self, training: Training, family: "Family") -> MeasuredInTraining:
-        """The task during training, with all that it reads.
-
-        Raises:
-            ConfigError: it is not measured there; or as `open`, and if the model cannot read it.
-        """
-        raise ConfigError(f"evaluation.tasks: {self.name} is not measured during training; measure checkpoints")
-
-    def stored(self, evaluation: Evaluation) -> None:
-        """Called on rank 0 after its results are written."""
+    def totals_of(self, results: Row) -> Row:
+        """The totals that are logged during training, the headline among them."""
+        return results["model"]
 
     def cited(self, results: Row) -> float:
         """The value of the headline, for comparisons of runs."""
@@ -169,55 +157,70 @@ class Family:
         return {"task_sha256": self.sha256} if self.sha256 else {}
 
 
-def evaluate(evaluation: Evaluation, tasks: Sequence[tuple[Family, Task]]) -> dict[str, TostError]:
+def evaluate(
+    evaluated: EvaluatedCheckpoint, ranks: Ranks, config: Any, tasks: Sequence[tuple[Family, Task]]
+) -> dict[str, TostError]:
     """Measure the tasks that have no results for this checkpoint, and write their results.
 
     All ranks call it. Every task is checked before the first one is measured. On one rank, a task that fails does not
     stop the others.
 
+    Args:
+        config: the settings, with a section for each family that has any.
+
     Returns:
         The failures by task.
 
     Raises:
-        TostError: tasks cannot be measured, a line for each problem; on several ranks, also the first failure.
+        TostError: files of tasks are missing or damaged, a line for each; on several ranks, also the first failure.
     """
-    ranks, evaluated = evaluation.ranks, evaluation.evaluated
-    opened = _all_or_problems([lambda f=family, t=task: (t, _open(evaluation, f, t)) for family, task in tasks])
-    wanted = [(task, own) for task, own in opened if not ranks.reusable(evaluated, task.name, own.identity)]
-    failures: dict[str, TostError] = {}
-    if wanted:
-        ranks.beat()
-        facts = evaluation.model.config
-        _all_or_problems([lambda check=own.check: check(facts) for _, own in wanted])
-    for task, own in wanted:
+    shards, failures = config.heldout.shards, dict[str, TostError]()
+    has_shards = bool(shards) or (evaluated.home / SETTINGS).is_file()
+    inputs = Inputs(
+        config, evaluated.tokenizer(), partial(evaluated.open_shards, shards), has_shards, str(evaluated.checkpoint)
+    )
+    wanted = []
+    for (family, task), own in zip(tasks, _opened(inputs, tasks), strict=True):
+        identity = evaluated.identity(None, own.shards) | own.identity | family.identity
+        if not ranks.reusable(evaluated, task.name, identity):
+            wanted.append((task, own, Place(evaluated.results_path(task.name).parent, identity)))
+    if not wanted:
+        return {}
+    ranks.beat()
+    model, prepared = ranks.load(evaluated), []
+    for task, own, place in wanted:
+        with _kept(failures, task, ranks):
+            prepared.append((task, own.prepare(model.config), place))
+    for task, measure, place in prepared:
         started = time.monotonic()
         ranks.beat()
-        try:
-            results = own.measure()
-        except TostError as error:
-            if ranks.mesh:
-                raise
-            failures[task.name] = error
-            continue
-        if ranks.rank == 0:
-            evaluated.write_results(task.name, own.identity, started, results)
-            task.stored(evaluation)
-    for note in evaluation.notes:
+        with _kept(failures, task, ranks):
+            results = measure(model, ranks, place)
+            if ranks.rank == 0:
+                evaluated.write_results(task.name, place.identity, started, results)
+                place.saved_position.unlink(missing_ok=True)
+    for note in inputs.notes:
         print(note)
     return failures
 
 
-def _open(evaluation: Evaluation, family: Family, task: Task) -> Measurement:
-    own = task.open(evaluation, family)
-    return own._replace(identity=own.identity | family.identity)
+@contextmanager
+def _kept(failures: dict[str, TostError], task: Task, ranks: Ranks) -> Iterator[None]:
+    """On one rank, add a failure of the task to `failures`."""
+    try:
+        yield
+    except TostError as error:
+        if ranks.mesh:
+            raise
+        failures[task.name] = error
 
 
-def _all_or_problems(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The results of all calls. Raises TostError with the lines of all that fail."""
+def _opened(inputs: Inputs, tasks: Sequence[tuple[Family, Task]]) -> list[Measurement]:
+    """The measurements of all tasks. Raises TostError with the lines of all that fail."""
     results, problems = [], list[str]()
-    for call in calls:
+    for family, task in tasks:
         try:
-            results.append(call())
+            results.append(task.open(inputs, family))
         except TostError as error:
             problems += str(error).splitlines()
     if problems:

@@ -1,6 +1,5 @@
 """The score of any text file, read as one stream in constant memory."""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from tost_lm.page import Page
 from tost_lm.progress import ProgressBar
 from tost_lm.redaction import redact_text
 from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, state_growth
-from tost_lm.tasks.task import Evaluation, Family, MeasuredInTraining, Measurement, Row, Task, Training
+from tost_lm.tasks.task import Family, Inputs, Measurement, Place, Row, Task
 
 if TYPE_CHECKING:
     from tost_lm.inference.generation import LanguageModel
@@ -37,49 +36,33 @@ class TextStream(Task):
     headline, column = "bits_per_byte", ("text file, bits per byte", ".4f")
     reads_one_stream = True
 
-    def open(self, evaluation: Evaluation, family: Family) -> Measurement:
-        settings = evaluation.config.text
+    def open(self, inputs: Inputs, family: Family) -> Measurement:
+        settings = inputs.config.text
         if settings.file is None:
-            raise ConfigError("text.file: must be set; give text.file=FILE, a UTF-8 text")
+            raise ConfigError("text.file: must be set; give a UTF-8 text")
         text = TextFile.check(settings.file, "text.file")
-        identity = evaluation.evaluated.identity(None, None) | {"text_sha256": text.sha256}
-        identity["settings"] = {"text": settings.model_dump(mode="json")}
-        return Measurement(identity, partial(self._measure, evaluation, text, identity))
+        identity = {"text_sha256": text.sha256, "settings": {"text": settings.model_dump(mode="json")}}
 
-    def _measure(self, evaluation: Evaluation, text: TextFile, identity: Row) -> Row:
-        from tost_lm.inference.generation import state_bytes
-        from tost_lm.inference.text import SavedPosition, score_text
+        def measure(model: "LanguageModel", ranks: Ranks, place: Place | None) -> Row:
+            from tost_lm.inference.generation import state_bytes
+            from tost_lm.inference.text import SavedPosition, score_text
 
-        ranks, model = evaluation.ranks, evaluation.model
-        print(f"scoring {text.path}, {text.bytes:,} bytes", flush=True)
-        if model.config.kept_tokens is None and model.config.position_limit is None:
-            print("the model keeps all tokens: memory and time per token grow with the text", flush=True)
-        saved = SavedPosition(evaluation.folder(NAME) / "position.pt", identity, ranks)
-        with ProgressBar("scoring", "tokens") as progress:
-            report = progress if ranks.rank == 0 else None
-            scores, state = score_text(model, evaluation.tokenizer, text, ranks, saved, report)
-        bytes_of_state = state_bytes(state, ranks.tensor_ranks)
-        print(
-            f"{scores['bits_per_byte']:.4f} bits/byte, {scores['nats_per_token']:.4f} nats/token, perplexity "
-            f"{scores['perplexity_per_token']:,.2f} over {scores['tokens']:,} tokens, {scores['bytes']:,} bytes"
-        )
-        print(f"final state: {bytes_of_state:,} bytes")
-        return {"model": scores, "kept_tokens": model.config.kept_tokens, "state_bytes": bytes_of_state}
+            print(f"scoring {text.path}, {text.bytes:,} bytes", flush=True)
+            if model.config.kept_tokens is None and model.config.position_limit is None:
+                print("the model keeps all tokens: memory and time per token grow with the text", flush=True)
+            saved = SavedPosition(place.saved_position, place.identity, ranks) if place else None
+            with ProgressBar("scoring", "tokens") as progress:
+                report = progress if place and ranks.rank == 0 else None
+                scores, state = score_text(model, inputs.lossless_tokenizer, text, ranks, saved, report)
+            bytes_of_state = state_bytes(state, ranks.tensor_ranks)
+            print(
+                f"{scores['bits_per_byte']:.4f} bits/byte, {scores['nats_per_token']:.4f} nats/token, perplexity "
+                f"{scores['perplexity_per_token']:,.2f} over {scores['tokens']:,} tokens, {scores['bytes']:,} bytes"
+            )
+            print(f"final state: {bytes_of_state:,} bytes")
+            return {"model": scores, "kept_tokens": model.config.kept_tokens, "state_bytes": bytes_of_state}
 
-    def in_training(self, training: Training, family: Family) -> MeasuredInTraining:
-        if training.config.text.file is None:
-            raise ConfigError("text.file: must be set; give evaluation.settings.text.file=FILE, a UTF-8 text")
-        text = TextFile.check(training.config.text.file, "text.file")
-
-        def measure(model: "LanguageModel", ranks: Ranks) -> Row:
-            from tost_lm.inference.text import score_text
-
-            return score_text(model, training.tokenizer, text, ranks)[0]
-
-        return MeasuredInTraining(text.sha256, measure)
-
-    def stored(self, evaluation: Evaluation) -> None:
-        (evaluation.folder(NAME) / "position.pt").unlink(missing_ok=True)
+        return Measurement(identity, lambda model: measure)
 
 
 def section(run: EvaluatedModel, page: Page) -> str:

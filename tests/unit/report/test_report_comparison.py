@@ -18,6 +18,7 @@ from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.report import write_comparison
 from tost_lm.report.comparison import comparison_sections
 from tost_lm.report.record import Mean, compared_settings, group_runs, read_runs
+from tost_lm.tasks.grid import ACCURACIES
 from tost_lm.tasks.heldout import NAME as HELDOUT
 from tost_lm.tasks.needle import NAME as NEEDLE
 
@@ -78,7 +79,7 @@ def write_results(folder: Path, protocol: str, step: int, shards: str = "a", **r
 
 
 def add_results(folder: Path, protocol: str, step: int, score: float, shards: str = "a") -> None:
-    cells = [{"samples": 8, "choice_accuracy": score}]
+    cells = [{"samples": 8, "choice_accuracy": score, "choice_accuracy_standard_error": None}]
     write_results(folder, protocol, step, shards, model={"bits_per_byte": score}, cells=cells)
 
 
@@ -91,6 +92,7 @@ def add_task(
             "length": 1024 * number, "depth": depth, "samples": 4,
             **dict.fromkeys(("found_share", "choice_accuracy"), score),
             **dict.fromkeys(("control_found_share", "control_choice_accuracy"), score / 10),
+            **dict.fromkeys((f"{of}{key}_standard_error" for of in ("", "control_") for key in ACCURACIES), None),
         }
         for number, score in enumerate(found, start=1) for depth in depths
     ]  # fmt: skip

@@ -33,14 +33,13 @@ from tost_lm.tasks.task import Family, Task
 def main(path: Path, config: Any) -> None:
     from tost_lm.inference.hugging_face import find_evaluated
     from tost_lm.inference.ranks import joined_ranks
-    from tost_lm.tasks.task import Evaluation, evaluate
+    from tost_lm.tasks.task import evaluate
 
     tasks = tasks_of(config)
     size = ranks_of_launch(config.parallel.model_ranks, config.launch)
     start_ranks("eval", size)
     with joined_ranks(layout(config.parallel, tasks, size), copies=True) as ranks:
-        evaluation = Evaluation(find_evaluated(path), ranks, config)
-        failed = evaluate(evaluation, tasks)
+        failed = evaluate(find_evaluated(path), ranks, config, tasks)
     if failed:
         raise TostError("\n".join(f"{name}: {error}" for name, error in failed.items()))
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.checkpointing.format import Progress, read_model_config
 from tost_lm.config import EXIT_STOPPED, ignore_output_errors, run_program
-from tost_lm.data.tokenizers import LosslessTokenizer
 from tost_lm.errors import ConfigError, install_hint
 from tost_lm.parallel.launch import end_for_next_stage, ranks_of_launch, start_ranks
 from tost_lm.pretrain.loggers import loggers_in_use
@@ -99,8 +98,7 @@ def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "TasksInTrain
         return None
     from tost_lm.tasks.in_training import TasksInTraining
 
-    tokenizer = LosslessTokenizer(corpora.tokenizer(), str(corpora.shards[0].folder))
-    shards = corpora.shards[0]
+    tokenizer, shards = corpora.tokenizer(), corpora.shards[0]
     return TasksInTraining.find(settings.tasks, settings.sets, settings.settings, tokenizer, shards, config.model)
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,10 +12,12 @@ from tost_lm.config import validate
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.ranks import Ranks
 from tost_lm.tasks.answers import Scores
-from tost_lm.tasks.grid import Grid, find_text, identity_of
+from tost_lm.tasks.grid import Grid
+from tost_lm.tasks.haystacks import Text
 from tost_lm.tasks.needle import NAME as NEEDLE
 from tost_lm.tasks.needle import NeedleConfig, NeedleQueries
 from tost_lm.tasks.queries import Query
+from tost_lm.tasks.task import Place, Row
 
 LENGTHS = [160, 200]
 
@@ -34,17 +36,26 @@ class Reader:
         return Scores(nats, nats > 0, [[int(example.prompt[5])] for example in examples])
 
 
+class Measured(NamedTuple):
+    """A grid, and where its cells are."""
+
+    grid: Grid
+    place: Place
+
+    def measure(self, reader: Reader) -> list[Row]:
+        return self.grid.stored(Ranks(), reader, self.place)
+
+
 @pytest.fixture
 def make_grid(run_folder: Path, tokenizer):
-    def make(lengths: Sequence[int] = LENGTHS, depths: Sequence[float] = (0.0, 0.5), **settings: Any) -> Grid:
-        tree, evaluated = (
-            {"lengths": lengths, "samples": 2, "depths": depths, **settings},
-            EvaluatedCheckpoint.find(run_folder),
-        )
-        config, text = validate(NeedleConfig, tree, "test"), find_text(None, "", evaluated, "needle")
+    def make(lengths: Sequence[int] = LENGTHS, depths: Sequence[float] = (0.0, 0.5), **settings: Any) -> Measured:
+        tree = {"lengths": lengths, "samples": 2, "depths": depths, **settings}
+        config, evaluated = validate(NeedleConfig, tree, "test"), EvaluatedCheckpoint.find(run_folder)
+        text = Text.of_shards(evaluated.open_shards(""), tokenizer)
         queries = NeedleQueries(config.seed, tokenizer, text, config.depths)
-        identity = identity_of(queries, queries.identity(config), evaluated)
-        return Grid(queries, identity, evaluated, lengths)
+        identity = evaluated.identity(None, text.shards) | {"settings": queries.identity(config)}
+        place = Place(run_folder / "eval" / NEEDLE, identity)
+        return Measured(Grid(queries, tokenizer, lengths, config.samples), place)
 
     return make
 
@@ -53,9 +64,9 @@ def cell_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((folder / "eval" / NEEDLE / "cells").iterdir())}
 
 
-def test_each_cell_has_a_file_with_scores_and_examples(make_grid, run_folder, tokenizer, capsys):
+def test_each_cell_has_a_file_with_scores_and_examples(make_grid, run_folder, capsys):
     grid, reader = make_grid(), Reader()
-    grid.measure(Ranks(), reader, tokenizer)
+    results = grid.measure(reader)
     files = cell_files(run_folder)
     assert list(files) == [f"length_{n:08d}_depth_{depth}.json" for n in LENGTHS for depth in ("0.00", "0.50")]
     assert reader.calls == 2 * 4  # each cell's examples and their controls
@@ -68,14 +79,13 @@ def test_each_cell_has_a_file_with_scores_and_examples(make_grid, run_folder, to
     for key, name in (("choice_accuracy", "choice"), ("exact_accuracy", "exact"), ("answer_nats", "nats")):
         assert cell[key] == pytest.approx(np.mean([row[name] for row in rows[:2]]))
         assert cell[f"control_{key}"] == pytest.approx(np.mean([row[name] for row in rows[2:]]))
-    results = grid.results()
     assert [(row["length"], row["depth"]) for row in results] == [(length, d) for length in LENGTHS for d in (0.0, 0.5)]
     assert results[1].items() <= cell.items()
     assert not {"examples", "identity", "seconds"} & set(results[1])
 
 
-def test_a_length_is_one_line_with_accuracy_control_and_chance(make_grid, run_folder, tokenizer, capsys):
-    make_grid().measure(Ranks(), Reader(), tokenizer)
+def test_a_length_is_one_line_with_accuracy_control_and_chance(make_grid, run_folder, capsys):
+    make_grid().measure(Reader())
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == len(LENGTHS)
     cells = [json.loads(data) for data in cell_files(run_folder).values()]
@@ -87,28 +97,28 @@ def test_a_length_is_one_line_with_accuracy_control_and_chance(make_grid, run_fo
             f"{NEEDLE}: length       {length}  choice {choices.mean():.1%} ± {error:.1%}  control {controls.mean():.1%}"
             "  chance 10%"
         )
-    make_grid([160, 180], [0.0]).measure(Ranks(), Reader(), tokenizer)
+    make_grid([160, 180], [0.0]).measure(Reader())
     printed = capsys.readouterr().out.splitlines()
     assert [line.partition("  choice")[0] for line in printed] == [
         f"{NEEDLE}: reusing 1 of 2 cells", f"{NEEDLE}: length       160", f"{NEEDLE}: length       180",
     ]  # fmt: skip
 
 
-def test_an_interrupted_grid_resumes(make_grid, run_folder, tokenizer):
+def test_an_interrupted_grid_resumes(make_grid, run_folder):
     with pytest.raises(KeyboardInterrupt):
-        make_grid().measure(Ranks(), Reader(interrupted_at=5), tokenizer)  # within the third cell
+        make_grid().measure(Reader(interrupted_at=5))  # within the third cell
     before = cell_files(run_folder)
     assert len(before) == 2
     again = Reader()
-    make_grid().measure(Ranks(), again, tokenizer)
+    make_grid().measure(again)
     assert again.calls == 4
     after = cell_files(run_folder)
     assert len(after) == 4
     assert before.items() <= after.items()
 
 
-def test_cells_do_not_depend_on_other_cells(make_grid, tokenizer):
-    make_grid().measure(Ranks(), Reader(), tokenizer)
+def test_cells_do_not_depend_on_other_cells(make_grid):
+    make_grid().measure(Reader())
     for asked, calls in (
         ({"lengths": [200, 180], "depths": [0.5]}, 2),
         ({"depths": [0.0, 0.5, 1.0]}, 4),
@@ -116,17 +126,17 @@ def test_cells_do_not_depend_on_other_cells(make_grid, tokenizer):
         ({"seed": 1, "samples": 3}, 8),
     ):
         reader = Reader()
-        make_grid(**asked).measure(Ranks(), reader, tokenizer)
+        make_grid(**asked).measure(reader)
         assert reader.calls == calls
 
 
-def test_a_damaged_or_edited_cell_is_measured_again(make_grid, run_folder, tokenizer):
-    make_grid().measure(Ranks(), Reader(), tokenizer)
+def test_a_damaged_or_edited_cell_is_measured_again(make_grid, run_folder):
+    make_grid().measure(Reader())
     path = run_folder / "eval" / NEEDLE / "cells" / "length_00000160_depth_0.00.json"
     whole = path.read_text()
     for other in (whole[:100], whole.replace('"choice_accuracy": 0', '"choice_accuracy": 1')):
         assert other != whole
         path.write_text(other)
         reader = Reader()
-        make_grid().measure(Ranks(), reader, tokenizer)
+        make_grid().measure(reader)
         assert reader.calls == 2

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from shared_data import GPT2_BPE, skip_without_shared
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.generation import ForeignFacts
 from tost_lm.tasks.grid import find_text
 from tost_lm.tasks.haystacks import PAIRS, SENTENCE_ENDS, Text, listed, word_keys
@@ -20,6 +20,7 @@ from tost_lm.tasks.needle import NAME as NEEDLE
 from tost_lm.tasks.needle import NeedleConfig
 from tost_lm.tasks.queries import Queries, Query
 from tost_lm.tasks.registry import find_tasks
+from tost_lm.tasks.task import Inputs
 
 SAMPLES = 3
 NUMBER, UUID = r"\d{7}", r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
@@ -201,24 +202,25 @@ def test_groups_of_tasks_have_a_name():
     assert tasks(RULER[1], "ruler", "needle", NEEDLE) == [RULER[1], RULER[0], *RULER[2:], NEEDLE]
 
 
-def test_the_text_is_a_file_the_held_out_documents_or_pythons_documentation(run_folder, tokenizer, shards, tmp_path):
-    evaluated = EvaluatedCheckpoint.find(run_folder)
+def test_the_text_is_a_file_the_held_out_documents_or_pythons_documentation(tokenizer, shards, tmp_path):
+    def text(haystack: Path | None, has_shards: bool = True) -> Text:
+        inputs = Inputs(None, tokenizer, lambda: shards, has_shards, "the model")
+        return find_text(NeedleConfig(haystack=haystack), inputs)
+
     file = tmp_path / "book.txt"
     file.write_text("A line of the book.\n" * 100)
-    of_file = find_text(file, "", evaluated, "needle")
+    of_file = text(file)
     assert tokenizer.decode(of_file.for_length(100).tolist()).startswith("A line of the book.\nA line")
     assert of_file.facts["text"] == str(file)
 
-    held_out = find_text(None, "", evaluated, "needle")
+    held_out = text(None)
     first = tokenizer.decode(next(shards.documents("valid")).tolist())
     assert tokenizer.decode(held_out.for_length(100).tolist()).startswith(f"{first}\n\nPage ")
-    assert held_out.shards is not None
-    assert held_out.shards.fingerprint == shards.fingerprint
+    assert held_out.shards is shards
 
-    export = EvaluatedCheckpoint(evaluated.checkpoint, evaluated.checkpoint)
-    embedded, again = (find_text(None, "", export, "needle") for _ in range(2))
+    embedded, again = (text(None, False) for _ in range(2))
     assert np.array_equal(embedded.for_length(100), again.for_length(100))
     assert embedded.facts == again.facts
 
     with pytest.raises(DataError, match=r"needle\.haystack .*nowhere: no such file"):
-        find_text(tmp_path / "nowhere", "", evaluated, "needle")
+        text(tmp_path / "nowhere")
