@@ -9,14 +9,15 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from tost_lm.torch_internals import TorchDispatchMode, argument_names
+from tost_lm.torch_internals import TorchDispatchMode, argument_names, pytree
 
 GRACE_S = 10.0
 """Time to exit that other ranks have after one failed."""
@@ -60,9 +61,6 @@ def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s:
 
 
 def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     # DeepSpeed reads it. RANK and WORLD_SIZE would imply a launcher's store.
     os.environ["LOCAL_RANK"] = str(rank)
@@ -173,16 +171,7 @@ def _group_name(given: dict[str, Any]) -> str:
     return group if isinstance(group, str) else group.group_name
 
 
-def _inputs(given: dict[str, Any]) -> Iterator[torch.Tensor]:
+def _inputs(given: dict[str, Any]) -> list[torch.Tensor]:
     """The arguments named `input…`, or `tensor(s)` of collectives that work in place."""
-    for name, value in given.items():
-        if name.startswith("input") or name in ("tensor", "tensors"):
-            yield from _tensors(value)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+    values = [value for name, value in given.items() if name.startswith("input") or name in ("tensor", "tensors")]
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]

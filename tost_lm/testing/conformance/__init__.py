@@ -96,7 +96,8 @@ def _results(subject: Subject, case: _Case, rank: int | None) -> dict[str, Tenso
     Gradients of states only pass from tile to tile: a mixer may keep the whole gradient on each rank, or a part.
     """
     x_BTC, state, outputs = leaf(case.x_BTC), case.initial, None
-    for start, lengths, offsets in zip(_starts(case), case.splits, case.offsets, strict=True):
+    starts = [0, *accumulate(map(sum, case.splits[:-1]))]  # of each tile
+    for start, lengths, offsets in zip(starts, case.splits, case.offsets, strict=True):
         split = SequenceSplit((sum(lengths),), 0) if rank is None else SequenceSplit(lengths, rank)
         shard = None if rank is None else subject.adapter.shard(split)  # pyright: ignore[reportOptionalCall]
         columns = slice(start + split.start, start + split.end)
@@ -114,11 +115,6 @@ def _results(subject: Subject, case: _Case, rank: int | None) -> dict[str, Tenso
         for x in found.values():
             dist.all_reduce(x)
     return found | {name: x.detach() for name, x in named("final state", state).items()}
-
-
-def _starts(case: _Case) -> list[int]:
-    """The first token of each tile."""
-    return [0, *accumulate(map(sum, case.splits[:-1]))]
 
 
 @dataclass(frozen=True)
@@ -171,8 +167,10 @@ MIN_TOKENS = 16
 
 class _Test(NamedTuple):
     differences: Callable[[Subject, int], equalities.Differences]
-    obstacle: Callable[[MixerAdapter], str | None]
-    """Why the mixer does not offer the equality; None: it does."""
+    is_offered: Callable[[MixerAdapter], object] = lambda adapter: True
+    """Whether the mixer offers the equality."""
+    obstacle: str = ""
+    """Why a mixer does not."""
     bound: float | None = None
     """None: that of the mixer."""
 
@@ -201,8 +199,8 @@ def check(adapter: MixerAdapter, *, tokens: int = 24, seed: int = 0) -> Report:
 def _examine(name: str, test: _Test, adapter: MixerAdapter, tokens: int, seed: int) -> Equality:
     bound = test.bound or adapter.bound
     required = adapter.contains_nan or test.differences is not equalities.nan_containment
-    if obstacle := test.obstacle(adapter):
-        return Equality(name, "not offered", None, bound, obstacle, required)
+    if not test.is_offered(adapter):
+        return Equality(name, "not offered", None, bound, test.obstacle, required)
     try:
         error, where = max(test.differences(Subject(adapter, seed), tokens))
     except Exception as problem:  # whatever a mixer raises is its result
@@ -212,42 +210,24 @@ def _examine(name: str, test: _Test, adapter: MixerAdapter, tokens: int, seed: i
     return Equality(name, "holds" if error <= bound else "fails", error, bound, where, required)
 
 
-def _always(adapter: MixerAdapter) -> None:
-    return None
-
-
-def _without_state(adapter: MixerAdapter) -> str | None:
-    return None if adapter.has_state else "no state"
-
-
-def _without_documents(adapter: MixerAdapter) -> str | None:
-    return None if adapter.has_documents else "no packed documents"
-
-
-def _without_ranks(adapter: MixerAdapter) -> str | None:
-    return None if adapter.shard else "no sequence ranks"
-
-
-def _without_float64(adapter: MixerAdapter) -> str | None:
-    return None if adapter.dtype == torch.float64 else f"computed in {adapter.dtype}, not in float64"
-
-
-def _without_window(adapter: MixerAdapter) -> str | None:
-    return None if adapter.window else "no window"
-
-
+_STATE = (lambda adapter: adapter.has_state), "no state"
 _TESTS = {
-    "later tokens change no earlier output": _Test(equalities.later_tokens, _always),
-    "state in and out equals one call": _Test(equalities.state_in_and_out, _without_state),
-    "one token at a time equals one call": _Test(equalities.single_tokens, _without_state),
-    "packed documents are independent": _Test(equalities.packed_documents, _without_documents),
-    "tiles equal whole rows": _Test(equalities.tiles, _without_state),
-    "sequence ranks equal one": _Test(rank_differences, _without_ranks),
-    "gradients equal finite differences": _Test(
-        equalities.finite_differences, _without_float64, equalities.SLOPE_BOUND
+    "later tokens change no earlier output": _Test(equalities.later_tokens),
+    "state in and out equals one call": _Test(equalities.state_in_and_out, *_STATE),
+    "one token at a time equals one call": _Test(equalities.single_tokens, *_STATE),
+    "packed documents are independent": _Test(
+        equalities.packed_documents, lambda adapter: adapter.has_documents, "no packed documents"
     ),
-    "the window has its exact length": _Test(equalities.window, _without_window),
-    "a NaN reaches later tokens of its document alone": _Test(equalities.nan_containment, _always),
+    "tiles equal whole rows": _Test(equalities.tiles, *_STATE),
+    "sequence ranks equal one": _Test(rank_differences, lambda adapter: adapter.shard, "no sequence ranks"),
+    "gradients equal finite differences": _Test(
+        equalities.finite_differences,
+        lambda adapter: adapter.dtype == torch.float64,
+        "not computed in float64",
+        equalities.SLOPE_BOUND,
+    ),
+    "the window has its exact length": _Test(equalities.window, lambda adapter: adapter.window, "no window"),
+    "a NaN reaches later tokens of its document alone": _Test(equalities.nan_containment),
 }
 EQUALITIES = tuple(_TESTS)
 """The names of the equalities, in the order of a report."""

@@ -40,7 +40,8 @@ def later_tokens(subject: Subject, T: int) -> Differences:
             after, _ = subject(changed, offsets=offsets, output_state=False)
             yield relative_difference(after[:, :t], y[:, :t]), f"outputs before token {t}"
             (d_x,) = torch.autograd.grad(y[:, :t], x_BTC, cotangent("outputs", y[:, :t]), retain_graph=True)
-            yield _ratio(d_x[:, t:], d_x), f"gradient of tokens from {t}"
+            later, size = d_x[:, t:], d_x.double().norm().item()
+            yield relative_difference(later, torch.zeros_like(later), size), f"gradient of tokens from {t}"
 
 
 def state_in_and_out(subject: Subject, T: int) -> Differences:
@@ -243,10 +244,6 @@ def _shapes(subject: Subject, T: int) -> list[tuple[int, list[int] | None]]:
 def _offsets(T: int) -> list[int]:
     """Documents of 3, 1, T − 12, 2 and 6 tokens."""
     return [0, *accumulate((3, 1, T - 12, 2, 6))]
-
-
-def _ratio(part: Tensor, whole: Tensor) -> float:
-    return relative_difference(part, torch.zeros_like(part), whole.double().norm().item())
 
 
 def _kind(offsets: list[int] | None) -> str:
