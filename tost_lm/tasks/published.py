@@ -75,34 +75,29 @@ PUBLISHED = [
 ]  # fmt: skip
 
 
-def why_not_comparable(published: Published, results: dict[str, Any]) -> str:
-    """Why a published result is not comparable with results of its task; empty: it is."""
+def comparable(published: Published, results: dict[str, Any]) -> str:
+    """Whether a published result is comparable with results of its task: yes or no, and why."""
     if published.differs:
-        return published.differs
+        return f"no: {published.differs}"
     if results.get("published_file") is False:
-        return "the file is not the published one"
+        return "no: the file is not the published one"
     if results["window_tokens"] != published.window_tokens:
-        return f"windows of {results['window_tokens']:,} tokens, not {published.window_tokens:,}"
+        return f"no: windows of {results['window_tokens']:,} tokens, not {published.window_tokens:,}"
     if results["by_token"] and not results["tokenizer_is_gpt2s"]:
-        return "measured by token, and the tokenizer is not GPT-2's"
-    return ""
+        return "no: measured by token, and the tokenizer is not GPT-2's"
+    return "yes" if results.get("published_file") else "yes, if the file is the published one"
 
 
-def condition(results: dict[str, Any]) -> str:
-    """The condition of a comparison that was not checked; empty: there is none."""
-    return "" if results.get("published_file") else "if the file is the published one"
-
-
-def why_models_not_comparable(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """Why the results of two models for one task are not comparable; empty: they are."""
+def models_comparable(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Whether the results of two models for one task are comparable: yes or no, and why."""
     if one["identity"]["data_sha256"] != other["identity"]["data_sha256"]:
-        return "another test set file"
+        return "no: another test set file"
     if one["window_tokens"] != other["window_tokens"]:
-        return f"windows of {other['window_tokens']:,} tokens, not {one['window_tokens']:,} as in the first row"
+        return f"no: windows of {other['window_tokens']:,} tokens, not {one['window_tokens']:,} as in the first row"
     same_tokenizer = one["identity"]["tokenizer_sha256"] == other["identity"]["tokenizer_sha256"]
     if one["by_token"] and not same_tokenizer and not (one["tokenizer_is_gpt2s"] and other["tokenizer_is_gpt2s"]):
-        return "measured by token, and the tokenizers differ"
-    return ""
+        return "no: measured by token, and the tokenizers differ"
+    return "yes"
 
 
 def side_by_side(homes: Sequence[Path]) -> str:
@@ -135,15 +130,12 @@ def _section(task: str, found: Mapping[Path, dict[str, dict[str, Any]]]) -> Iter
     measures = dict.fromkeys([first["headline"], *(row.measure for row in published)])
     for measure in measures:
         for home, results in measured.items():
-            result, why = format_result(measure, results["model"]), why_models_not_comparable(first, results)
-            rows.append((str(home), measure, result, results["identity"]["checkpoint"], verdict(why)))
+            result, checkpoint = format_result(measure, results["model"]), results["identity"]["checkpoint"]
+            rows.append((str(home), measure, result, checkpoint, models_comparable(first, results)))
         for row in published:
             if row.measure != measure:
                 continue
-            verdicts = {
-                home: verdict(why_not_comparable(row, results), condition(results))
-                for home, results in measured.items()
-            }
+            verdicts = {home: comparable(row, results) for home, results in measured.items()}
             same = len(set(verdicts.values())) == 1
             shown = next(iter(verdicts.values())) if same else "; ".join(f"{h}: {v}" for h, v in verdicts.items())
             rows.append((row.model, row.measure, row.shown_value, row.source, shown))
@@ -161,8 +153,3 @@ def _home(path: Path) -> Path:
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder; give runs, exports, folders of Hugging Face models or hub:NAME")
     return path.parent.parent if path.absolute().parent.name == "checkpoints" else path
-
-
-def verdict(why_not: str, condition: str = "") -> str:
-    """The reason of `why_not_comparable` and the like as a cell of a table: yes or no, and why."""
-    return f"no: {why_not}" if why_not else f"yes, {condition}" if condition else "yes"

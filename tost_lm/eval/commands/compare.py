@@ -13,15 +13,11 @@ from typing import NoReturn
 from tost_lm.config import Section, run_program
 
 
-class NoSettings(Section):
-    """This program has no settings."""
-
-
-def main(paths: list[Path], config: NoSettings) -> None:
+def main(paths: list[Path], config: Section) -> None:
     from tost_lm.tasks.published import side_by_side
 
     print(side_by_side(paths))
 
 
 def run() -> NoReturn:
-    run_program(main, name="tost compare", doc=__doc__ or "", positional="RUN…", config=NoSettings)
+    run_program(main, name="tost compare", doc=__doc__ or "", positional="RUN…", config=Section)
