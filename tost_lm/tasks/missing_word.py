@@ -34,7 +34,7 @@ class LastWord(ScoredTask):
     most likely one. Perplexity is per word."""
 
     about = "accuracy and perplexity of the last word"
-    headline = "accuracy"
+    headline, scored = "accuracy", "word"
 
     def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
         return [self._example(text, tokenizer, window) for text in passages(path)]
@@ -60,33 +60,23 @@ class LastWord(ScoredTask):
     def totals(self, rows: Sequence[Row]) -> Row:
         nats = to_array(rows, "nats")
         error = bootstrap_error(nats, np.ones(len(rows)))
-        return {
+        totals = {
             **accuracy_of(rows),
-            "nats_per_word": float(nats.mean()),
-            "nats_per_word_standard_error": error,
-            **with_error("word_perplexity", float(nats.mean()), error),
-            "words_of_one_token": int((to_array(rows, "tokens") == 1).sum()),
+            f"nats_per_{self.scored}": float(nats.mean()),
+            f"nats_per_{self.scored}_standard_error": error,
+            **with_error(f"{self.scored}_perplexity", float(nats.mean()), error),
         }
+        return totals | ({} if self.by_token else {"words_of_one_token": int((to_array(rows, "tokens") == 1).sum())})
 
 
 class LastToken(LastWord):
     """`…@last-token`: the last token of the passage, given all tokens before it, also those of its word."""
 
     about = "accuracy of the last token"
-    rules, by_token = "last-token", True
+    rules, by_token, scored = "last-token", True, "token"
 
     def first_scored(self, first_of_word: int, tokens: int) -> int:
         return tokens - 1
-
-    def totals(self, rows: Sequence[Row]) -> Row:
-        of_words = super().totals(rows)
-        return {
-            **accuracy_of(rows),
-            "nats_per_token": of_words["nats_per_word"],
-            "nats_per_token_standard_error": of_words["nats_per_word_standard_error"],
-            "token_perplexity": of_words["word_perplexity"],
-            "token_perplexity_standard_error": of_words["word_perplexity_standard_error"],
-        }
 
 
 def passages(path: Path) -> list[str]:
