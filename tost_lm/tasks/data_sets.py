@@ -119,16 +119,11 @@ class DataSet:
         return path
 
 
-def check_sets(given: Mapping[str, Path], section: str = "sets") -> None:
-    """Raises ValueError if a name is no test set."""
+def _checked(given: dict[str, Path]) -> dict[str, Path]:
     for name in given:
         if name not in DATA_SETS:
             hint = did_you_mean(name, DATA_SETS)
-            raise ValueError(f"{section}.{name}: not a test set{hint}; choose from {', '.join(DATA_SETS)}")
-
-
-def _checked(given: dict[str, Path]) -> dict[str, Path]:
-    check_sets(given)
+            raise ValueError(f"sets.{name}: not a test set{hint}; choose from {', '.join(DATA_SETS)}")
     return given
 
 
