@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field
@@ -67,21 +67,20 @@ class Positions(Task):
     def _measure(
         self, sequences: "Sequences", wanted: int, model: "LanguageModel", ranks: Ranks, place: Place | None
     ) -> Row:
-        lengths = sequences.lengths
         if sequences.count < wanted:
             print(f"the text has {sequences.count} sequences, fewer than positions.sequences {wanted}")
-        print(f"reading {sequences.count} sequences of {lengths.read:,} tokens", flush=True)
-        nats_NP = mean_nats_of_all(ranks, model, sequences, lengths.ends)
-        rows = by_position(nats_NP, lengths.ends, lengths.trained)
-        print_table(rows, lengths.trained)
-        if lengths.limit:
-            print(f"the model has {lengths.limit:,} learned positions and cannot read beyond them")
+        print(f"reading {sequences.count} sequences of {sequences.read:,} tokens", flush=True)
+        nats_NP = mean_nats_of_all(ranks, model, sequences)
+        rows = by_position(nats_NP, sequences.ends, sequences.trained)
+        print(table_of(rows))
+        if sequences.limit:
+            print(f"the model has {sequences.limit:,} learned positions and cannot read beyond them")
         return {
             "pattern": model.config.pattern,
             "sequences": sequences.count,
-            "tokens": sequences.count * lengths.read,
-            "trained_tokens": lengths.trained,
-            "position_limit": lengths.limit,
+            "tokens": sequences.count * sequences.read,
+            "trained_tokens": sequences.trained,
+            "position_limit": sequences.limit,
             "by_position": rows,
         }
 
@@ -96,24 +95,30 @@ class Positions(Task):
 DEFAULT_TIMES = 16
 
 
-class Lengths(NamedTuple):
-    """Sequence lengths in tokens."""
+class Sequences:
+    """The held-out documents as packed training reads them: concatenated, each with its end of text; or one text.
 
-    trained: int
-    """Length of the longest training sequences."""
-    read: int
-    """Length of the sequences that are read."""
-    limit: int | None
-    """The model's positions, if they are fewer than `positions.times` asks for; else None."""
+    Attributes:
+        trained: length of the longest training sequences.
+        read: length of the sequences. Without `positions.times`, 16 × `trained`, halved until the text has one.
+        limit: the model's positions, if they are fewer than that; else None.
+        count: number of sequences, at most `positions.sequences`.
+    """
 
-    @classmethod
-    def of(cls, model: "ModelFacts", times: int | None, heldout_tokens: int) -> "Lengths":
-        """Lengths for a model and a held-out text. Without `times`, 16, halved until the text has a sequence."""
-        wanted = (times or DEFAULT_TIMES) * model.context_length
-        while times is None and wanted > model.context_length and wanted >= heldout_tokens:
+    def __init__(self, source: str, text: Concatenation, settings: PositionsConfig, model: "ModelFacts") -> None:
+        """Raises DataError, which names `source`, when the text is shorter than one sequence."""
+        self._text, self.trained = text, model.context_length
+        wanted = (settings.times or DEFAULT_TIMES) * self.trained
+        while settings.times is None and wanted > self.trained and wanted >= len(text):
             wanted //= 2
         limit = model.position_limit
-        return cls(model.context_length, *((wanted, None) if limit is None or wanted <= limit else (limit, limit)))
+        self.read, self.limit = (wanted, None) if limit is None or wanted <= limit else (limit, limit)
+        self.count = min(settings.sequences, (len(text) - 1) // self.read)
+        if not self.count:
+            raise DataError(
+                f"{source}: its text has {len(text):,} tokens, less than a sequence of {self.read:,}; lower "
+                "positions.times, or give more text (heldout.shards=FOLDER or positions.file=FILE)"
+            )
 
     @property
     def ends(self) -> list[int]:
@@ -122,26 +127,9 @@ class Lengths(NamedTuple):
 
         return sorted({*position_ends(self.read), min(self.trained, self.read)})
 
-
-class Sequences:
-    """The held-out documents as packed training reads them: concatenated, each with its end of text; or one text."""
-
-    def __init__(self, source: str, text: Concatenation, settings: PositionsConfig, model: "ModelFacts") -> None:
-        """Raises DataError, which names `source`, when the text is shorter than one sequence."""
-        self._text = text
-        self.lengths = Lengths.of(model, settings.times, len(text))
-        self._tokens = self.lengths.read
-        self.count = min(settings.sequences, (len(text) - 1) // self._tokens)
-        """Number of sequences, at most `positions.sequences`."""
-        if not self.count:
-            raise DataError(
-                f"{source}: its text has {len(text):,} tokens, less than a sequence of {self._tokens:,}; lower "
-                "positions.times, or give more text (heldout.shards=FOLDER or positions.file=FILE)"
-            )
-
     def sequence(self, number: int) -> np.ndarray:
         """The ids of a sequence and the id after it, int64 [S + 1]."""
-        return self._text.read(np.array([number * self._tokens]), np.array([self._tokens + 1]), np.int64)
+        return self._text.read(np.array([number * self.read]), np.array([self.read + 1]), np.int64)
 
 
 def mean_nats(model: "StreamingModel", ids: np.ndarray, ends: Sequence[int], ranks: Ranks | None = None) -> np.ndarray:
@@ -163,11 +151,11 @@ def mean_nats(model: "StreamingModel", ids: np.ndarray, ends: Sequence[int], ran
     return nats_P / np.diff(ends, prepend=0)
 
 
-def mean_nats_of_all(ranks: Ranks, model: "StreamingModel", sequences: Sequences, ends: Sequence[int]) -> np.ndarray:
+def mean_nats_of_all(ranks: Ranks, model: "StreamingModel", sequences: Sequences) -> np.ndarray:
     """`mean_nats` of all sequences, [N, P], on every rank. The copies of the model share the sequences."""
     results, numbers = {}, range(ranks.copy, sequences.count, ranks.copies)
     for number in ranks.each(numbers, lambda: f"{len(results):,} of {len(numbers):,} sequences read"):
-        results[number] = mean_nats(model, sequences.sequence(number), ends, ranks).tolist()
+        results[number] = mean_nats(model, sequences.sequence(number), sequences.ends, ranks).tolist()
     ranks.wait_for_copies()
     together = {number: nats for pairs in ranks.gather(list(results.items())) for number, nats in pairs}
     return np.array([together[number] for number in range(sequences.count)])
@@ -189,14 +177,16 @@ def by_position(nats_NP: np.ndarray, ends: Sequence[int], trained: int) -> list[
     ]
 
 
-def print_table(rows: Sequence[Row], trained: int) -> None:
-    """Print the rows, with a line after the trained length."""
-    print("positions up to  nats/token  ± standard error")
-    for row in rows:
-        error = "–" if row["standard_error"] is None else f"{row['standard_error']:.4f}"
-        print(f"{row['end']:>15,}  {row['nats_per_token']:>10.4f}  {error:>16}")
-        if row["end"] == trained:
-            print(f"{'':->15}  trained length")
+def table_of(rows: Sequence[Row]) -> str:
+    """The rows as a table."""
+    errors = ["–" if row["standard_error"] is None else f"{row['standard_error']:.4f}" for row in rows]
+    return table(
+        ("positions up to", "nats per token", "standard error", "trained length"),
+        [
+            (f"{row['end']:,}", f"{row['nats_per_token']:.4f}", error, "within" if row["trained"] else "beyond")
+            for row, error in zip(rows, errors, strict=True)
+        ],
+    )
 
 
 def section(run: EvaluatedModel, page: Page) -> str:
@@ -206,18 +196,11 @@ def section(run: EvaluatedModel, page: Page) -> str:
         return ""
     rows, trained, sequences = results["by_position"], results["trained_tokens"], results["sequences"]
     limit = results["position_limit"]
-    errors = ["–" if row["standard_error"] is None else f"{row['standard_error']:.4f}" for row in rows]
     return "\n\n".join([
         f"## Length extrapolation ({escape(NAME)})",
         checkpoint_line(run, results),
         page.add_figure("length_extrapolation", extrapolation_chart(rows, trained), "Loss by position"),
-        table(
-            ("positions up to", "nats per token", "standard error", "trained length"),
-            [
-                (f"{row['end']:,}", f"{row['nats_per_token']:.4f}", error, "within" if row["trained"] else "beyond")
-                for row, error in zip(rows, errors, strict=True)
-            ],
-        ),
+        table_of(rows),
         f"{sequences:,} {'sequences' if sequences > 1 else 'sequence'} of {rows[-1]['end']:,} tokens of concatenated "
         f"held-out documents, each evaluated as one stream. The trained sequence length is {trained:,} tokens. The "
         "standard error is over the sequences. Each position range has different text, which also changes the loss."
