@@ -114,7 +114,7 @@ def train_and_measure(device: str, task: str, pattern: str, **settings: Any) -> 
     train(model, trained, length, settings["steps"], settings["batch_size"], settings["lr"])
     seconds = time.monotonic() - began
     scorer = model_scorer(model.eval(), tokenizer.vocab_size)
-    scores, _ = score_cell(tested, tokenizer, scorer, length, None, settings["samples"])
+    scores, _ = score_cell(tested, scorer, length, None, settings["samples"])
     return {"length": length, "depth": None, **scores, "seconds": seconds}
 
 

@@ -136,7 +136,7 @@ def test_needles_resume_from_its_cells_and_copies_of_the_model_share_them(copy: 
         (home / "cells" / name).unlink()
     output = run("tost eval", "runs/tiny", *NEEDLES, cwd=copy, ranks=2)
     assert f"needle@words: reusing 1 of {len(cells)} cells" in output
-    assert output.count("needle@words: length ") == len({cell["length"] for cell in alone})
+    assert output.count("| needle@words | ") == len({cell["length"] for cell in alone})
     assert "warning: with 4 examples of a length, the standard error of an accuracy is up to 25%; raise need" in output
     assert results(home, ".")["cells"] == alone
     again = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
@@ -257,7 +257,7 @@ def test_an_export_has_its_own_results(copy: Path):
         ("tost eval", ["runs/tiny"], "TASK is missing; write tost eval RUN TASK… before any section.key=value"),
         ("tost eval", ["runs/tiny", "heldout", "heldout.shards=runs"], "runs: not a shard folder"),
         ("tost eval", ["runs/tiny", "needle", "needle.lengths=[128]"], "128 exceeds the model's positions (64)"),
-        ("tost eval", ["runs/tiny", "needle", "needle.depths=[2]"], "needle.depths: 2 is not between 0 and 1"),
+        ("tost eval", ["runs/tiny", "needle", "needle.depths=[2]"], "depths: input should be less than or equal to 1"),
         ("tost generate", ["runs/tiny", "sample.tokens=300"], "shorten sample.prompt or lower sample.tokens"),
         ("tost generate", ["runs/tiny", "a", "sample.prompt_file=b"], "give one of them"),
         ("tost generate", ["runs/tiny", "a", "sample.top_k=5"], "set it above 0, or leave them out"),

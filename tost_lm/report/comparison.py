@@ -14,6 +14,7 @@ from tost_lm.model.flops import parameters
 from tost_lm.page import Page, column
 from tost_lm.report.record import Group, Mean, at_step, common_steps, mean_curve, seed
 from tost_lm.report.training import loss_section, position_curve, position_section
+from tost_lm.tasks.grid import GridTask
 from tost_lm.tasks.registry import all_tasks
 from tost_lm.tasks.task import Task
 
@@ -33,7 +34,7 @@ def _last_validation_loss(group: Group) -> Mean | None:
 
 
 def compared_tasks() -> list[Task]:
-    return [task for task in all_tasks() if task.column or task.has_lengths]
+    return [task for task in all_tasks() if task.column or isinstance(task, GridTask)]
 
 
 def metrics() -> list[Metric]:
@@ -140,7 +141,7 @@ def comparison_sections(groups: Sequence[Group], page: Page) -> Iterator[str]:
 
 def by_length(groups: Sequence[Group]) -> str:
     """Every task with lengths, with a column for each group; empty unless several runs have results."""
-    tasks = [task for task in compared_tasks() if task.has_lengths]
+    tasks = [task for task in compared_tasks() if isinstance(task, GridTask)]
     runs = [run for group in groups for run in group.runs]
     if sum(any(run.results(task.name) for task in tasks) for run in runs) < 2:
         return ""

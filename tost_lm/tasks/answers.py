@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.inference.generation import LanguageModel, continuations, greedy
 from tost_lm.inference.ranks import Ranks
 from tost_lm.model import LMOutput
@@ -81,7 +80,7 @@ def model_scorer(model: LanguageModel, vocab_size: int, ranks: Ranks | None = No
 
 
 def score_cell(
-    task: Queries, tokenizer: Tokenizer, scorer: Scorer, length: int, depth: float | None, samples: int
+    task: Queries, scorer: Scorer, length: int, depth: float | None, samples: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(scores, rows): means over a cell's examples under each condition, and a row for each example and condition.
 
@@ -94,7 +93,7 @@ def score_cell(
     for first in range(0, samples, together):  # bounds the memory of the texts
         sets = [task.query(length, depth, sample) for sample in range(first, min(first + together, samples))]
         for own, examples in zip(rows.values(), zip(*sets, strict=True), strict=True):
-            own += _rows(task, tokenizer, scorer, examples)
+            own += _rows(task, scorer, examples)
     scores: dict[str, Any] = {}
     (shown, asked), *controls = rows.items()
     for condition, own in rows.items():
@@ -117,8 +116,8 @@ def _mean(name: str, values: Sequence[float]) -> dict[str, float | None]:
     return {name: mean(values), f"{name}_standard_error": error}
 
 
-def _rows(task: Queries, tokenizer: Tokenizer, scorer: Scorer, examples: Sequence[Query]) -> list[dict[str, Any]]:
-    rows = []
+def _rows(task: Queries, scorer: Scorer, examples: Sequence[Query]) -> list[dict[str, Any]]:
+    rows, tokenizer = [], task.tokenizer
     scores = scorer(examples, task.room if examples[0].references else 0)
     for i, example in enumerate(examples):
         row: dict[str, Any] = {"question": example.question}

@@ -37,19 +37,18 @@ The number of shots is fixed for the cells of a length. Repeated sentences befor
 equally long: as if each shot had the tokens of the longest.
 """
 
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field, PositiveInt, field_validator
 
-from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
-from tost_lm.tasks.grid import GridConfig, GridTask, QuerySource, section
-from tost_lm.tasks.haystacks import Text, noise_haystack
-from tost_lm.tasks.queries import Queries, Query
+from tost_lm.tasks.grid import GridConfig, GridTask, section
+from tost_lm.tasks.haystacks import noise_haystack
+from tost_lm.tasks.queries import Queries, Query, QuerySource
 from tost_lm.tasks.task import Family
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class ContextConfig(GridConfig):
     """Tokens of context and scored tokens together in copying and context_gain; empty: a quarter, half and all of model.context_length."""
     target_tokens: int = Field(default=32, gt=0)
     """Tokens that are scored in an example of copying and context_gain."""
-    shots: list[PositiveInt] = Field(default_factory=list)
+    shots: list[Annotated[int, Field(ge=LABELS)]] = Field(default_factory=list)
     """Labelled words before the question of many_shot, at least 8; empty: 8, 16, … up to 4,096 as far as they fit model.context_length."""
     samples: int = Field(default=32, gt=0)
     """Examples per cell."""
@@ -78,13 +77,6 @@ class ContextConfig(GridConfig):
     def _in_order(cls, numbers: list[int]) -> list[int]:
         return sorted(set(numbers))
 
-    @field_validator("shots")
-    @classmethod
-    def _check_shots(cls, shots: list[int]) -> list[int]:
-        if shots and min(shots) < LABELS:
-            raise ValueError(f"context.shots: {min(shots)} is less than the {LABELS} labels; raise it")
-        return shots
-
 
 CUE_TOKENS = 8
 
@@ -92,10 +84,11 @@ CUE_TOKENS = 8
 class TextQueries(Queries):
     """Base class of those whose targets are tokens of a text."""
 
-    def __init__(self, name: str, seed: int, tokenizer: Tokenizer, text: Text, target_tokens: int):
-        self.name, self.seed, self.eot, self.text, self.room = name, seed, tokenizer.eot, text, target_tokens
-        self.chance = 1 / tokenizer.vocab_size
-        self.passage_tokens = CUE_TOKENS + target_tokens
+    def __init__(self, name: str, source: QuerySource):
+        super().__init__(name, source)
+        self.text, self.room = source.find_text(), source.settings.target_tokens
+        self.chance = 1 / self.tokenizer.vocab_size
+        self.passage_tokens = CUE_TOKENS + self.room
 
     def identity(self, settings: Any) -> dict[str, Any]:
         return super().identity(settings) | {"target_tokens": self.room}
@@ -124,7 +117,7 @@ class Copying(TextQueries):
         cue, target = passage[:CUE_TOKENS], tuple(passage[CUE_TOKENS:].tolist())
 
         def make(*before: np.ndarray) -> Query:
-            return Query(np.concatenate([[self.eot], *before, cue]), "", (), (target,), 0)
+            return Query(np.concatenate([[self.tokenizer.eot], *before, cue]), "", (), (target,), 0)
 
         return make(passage, between), make(other, between), make()
 
@@ -168,7 +161,7 @@ class ContextGain(TextQueries):
         context, target = window[:target_start], tuple(window[target_start:].tolist())
 
         def make(first: np.ndarray) -> Query:
-            return Query(np.concatenate([[self.eot], first, context[removed:]]), "", (), (target,), 0)
+            return Query(np.concatenate([[self.tokenizer.eot], first, context[removed:]]), "", (), (target,), 0)
 
         return make(context[:removed]), make(other[elsewhere : elsewhere + removed]), make(context[:0])
 
@@ -201,10 +194,10 @@ class ManyShot(Queries):
 
     chance, conditions = 1 / LABELS, ("mapping", "control")
 
-    def __init__(self, name: str, seed: int, tokenizer: Tokenizer, is_seen: bool):
-        self.name, self.seed, self.tokenizer, self.is_seen = name, seed, tokenizer, is_seen
-        self.encode = cache(tokenizer.encode)
-        self._noise = noise_haystack(tokenizer)
+    def __init__(self, name: str, source: QuerySource, is_seen: bool):
+        super().__init__(name, source)
+        self.is_seen, self.encode = is_seen, cache(self.tokenizer.encode)
+        self._noise = noise_haystack(self.tokenizer)
         self.labels = tuple(tuple(self.encode(f" {name}")) for name in NAMES)
         self.room = max(map(len, self.labels))
         longest = max(len(self.encode(word)) for words in KINDS for word in words)
@@ -268,36 +261,30 @@ class ManyShot(Queries):
         return self.frame + shots * self.longest
 
 
-def _of_text(name: str, about: str, make: type[TextQueries]) -> GridTask:
-    def queries(name: str, of: QuerySource) -> Queries:
-        return make(name, of.settings.seed, of.tokenizer, of.text(), of.settings.target_tokens)
-
-    return GridTask(f"{name}@text", about, queries, "token_accuracy")
-
-
-def _many_shot(name: str, about: str, is_seen: bool) -> GridTask:
-    def queries(name: str, of: QuerySource) -> Queries:
-        return ManyShot(name, of.settings.seed, of.tokenizer, is_seen)
-
-    return GridTask(f"{name}@own-words", about, queries, "choice_accuracy")
-
-
 TASKS = [
-    _of_text("copying", "a passage and its repetition, by distance; control: another passage", Copying),
-    _of_text(
-        "context_gain",
+    GridTask(
+        "copying@text",
+        "a passage and its repetition, by distance; control: another passage",
+        Copying,
+        "token_accuracy",
+    ),
+    GridTask(
+        "context_gain@text",
         "the same tokens with and without the first half of the length; control: another text",
         ContextGain,
+        "token_accuracy",
     ),
-    _many_shot(
-        "many_shot_seen",
+    GridTask(
+        "many_shot_seen@own-words",
         "words and permuted labels, 8 to 4,096 shots; the word of the question is in the shots",
-        True,
+        partial(ManyShot, is_seen=True),
+        "choice_accuracy",
     ),
-    _many_shot(
-        "many_shot_unseen",
+    GridTask(
+        "many_shot_unseen@own-words",
         "the same with another word of a kind in the shots; control of both: random labels",
-        False,
+        partial(ManyShot, is_seen=False),
+        "choice_accuracy",
     ),
 ]
 FAMILY = Family("context", TASKS, ContextConfig, section)

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.inference.evaluated import read_result_file, write_result_file
 from tost_lm.inference.ranks import Ranks
 from tost_lm.markdown import format_chance, table, with_error
 from tost_lm.page import Chart, Page, draw_heatmap, new_panels
 from tost_lm.tasks.haystacks import Text
-from tost_lm.tasks.queries import GridConfig, Queries
+from tost_lm.tasks.queries import GridConfig, Queries, QuerySource
 from tost_lm.tasks.sections import EvaluatedModel, checkpoint_of
 from tost_lm.tasks.task import Family, Inputs, Measure, Measurement, Place, Row, Task
 
@@ -55,20 +54,8 @@ class Cell(NamedTuple):
         return f"length_{self.length:08d}_depth_{depth}"
 
 
-class QuerySource(NamedTuple):
-    """The settings, tokenizer and text that queries are made from."""
-
-    settings: Any
-    """A GridConfig."""
-    tokenizer: Tokenizer
-    text: Callable[[], Text]
-    """Finds the text of haystacks."""
-
-
 class GridTask(Task):
     """A task with cells, whose queries have exact lengths and controls."""
-
-    has_lengths = True
 
     def __init__(
         self,
@@ -80,7 +67,7 @@ class GridTask(Task):
     ):
         """
         Args:
-            make: returns its queries, given its name. Raises TostError if there is no text for them.
+            make: its class of queries, or a function with the same arguments.
         """
         self.name, self.about, self.make, self.headline, self.column = name, about, make, headline, column
 
@@ -97,7 +84,7 @@ class GridTask(Task):
                     f"warning: with {fewest} examples of a length, the standard error of an accuracy is up to "
                     f"{0.5 / fewest**0.5:.0%}; raise {settings.section}.samples"
                 ] = None
-            grid = Grid(queries, inputs.lossless_tokenizer, queries.lengths(settings, model), settings.samples)
+            grid = Grid(queries, queries.lengths(settings, model), settings.samples)
             return partial(self._measure, grid)
 
         identity = {"settings": queries.identity(settings), **(text.facts if text else {})}
@@ -107,9 +94,11 @@ class GridTask(Task):
     def _measure(grid: "Grid", model: "LanguageModel", ranks: Ranks, place: Place | None) -> Row:
         from tost_lm.tasks.answers import model_scorer
 
-        scorer = model_scorer(model, grid.tokenizer.vocab_size, ranks)
+        scorer = model_scorer(model, grid.queries.tokenizer.vocab_size, ranks)
         cells = grid.stored(ranks, scorer, place) if place else [grid.measure(cell, scorer)[0] for cell in grid.cells]
-        return {"pattern": model.config.pattern, "chance": grid.queries.chance, "cells": cells}
+        results = {"pattern": model.config.pattern, "chance": grid.queries.chance, "cells": cells}
+        print(table(HEADER, rows_of(grid.queries.name, results)))
+        return results
 
     def totals_of(self, results: Row) -> Row:
         keys = self.headline, f"control_{self.headline}"
@@ -120,6 +109,7 @@ class GridTask(Task):
         return over_cells(results["cells"], [self.headline])[self.headline]
 
     def by_length(self, results: Row) -> dict[int, tuple[float, float]]:
+        """The cited score and that of the control by length."""
         keys = self.headline, f"control_{self.headline}"
         means = {n: over_cells(own, keys) for n, own in cells_by_length(results["cells"]).items()}
         return {length: (own[keys[0]], own[keys[1]]) for length, own in means.items()}
@@ -132,29 +122,29 @@ def find_text(settings: GridConfig, inputs: Inputs) -> Text:
     Raises:
         DataError: the file is missing, empty or not UTF-8; or as `Inputs.open_shards`.
     """
-    key, tokenizer = (settings.section, settings.haystack), inputs.tokenizer
-    if key not in inputs.texts:
-        if settings.haystack:
-            inputs.texts[key] = Text.of_file(settings.haystack, tokenizer, settings.section)
+    file, tokenizer = settings.haystack, inputs.tokenizer
+    if file not in inputs.texts:
+        if file:
+            inputs.texts[file] = Text.of_file(file, tokenizer)
         elif inputs.has_shards:
-            inputs.texts[key] = Text.of_shards(inputs.open_shards(), tokenizer, settings.section)
+            inputs.texts[file] = Text.of_shards(inputs.open_shards(), tokenizer)
         else:
-            inputs.texts[key] = Text.embedded(tokenizer, settings.section)
-    return inputs.texts[key]
+            inputs.texts[file] = Text.embedded(tokenizer)
+    return inputs.texts[file]
 
 
 class Grid:
     """The cells of one task."""
 
-    def __init__(self, queries: Queries, tokenizer: Tokenizer, lengths: Sequence[int], samples: int):
-        self.queries, self.tokenizer, self.samples = queries, tokenizer, samples
+    def __init__(self, queries: Queries, lengths: Sequence[int], samples: int):
+        self.queries, self.samples = queries, samples
         self.cells = [Cell(length, depth) for length in lengths for depth in queries.depths]
 
     def measure(self, cell: Cell, scorer: "Scorer") -> tuple[Row, list[Row]]:
         """The scores of a cell, and a row for each example and condition."""
         from tost_lm.tasks.answers import score_cell
 
-        scores, rows = score_cell(self.queries, self.tokenizer, scorer, *cell, self.samples)
+        scores, rows = score_cell(self.queries, scorer, *cell, self.samples)
         return {**cell._asdict(), "samples": self.samples, **self.queries.facts(cell.length), **scores}, rows
 
     def stored(self, ranks: Ranks, scorer: "Scorer", place: Place) -> list[Row]:
@@ -167,8 +157,7 @@ class Grid:
         if any(exists):
             print(f"{self.queries.name}: reusing {sum(exists)} of {len(exists)} cells", flush=True)
         todo = [cell for cell, done in zip(self.cells, exists, strict=True) if not done][ranks.copy :: ranks.copies]
-        measured: list[Cell] = []
-        for cell in ranks.each(todo, lambda: f"{len(measured)} of {len(todo)} cells measured"):
+        for cell in todo:
             started = time.monotonic()
             scores, rows = self.measure(cell, scorer)
             result = {
@@ -177,12 +166,9 @@ class Grid:
             }  # fmt: skip
             if ranks.is_first_of_copy:
                 write_result_file(place.folder / "cells" / f"{cell.name}.json", result)
-            measured.append(cell)
+            print(f"{self.queries.name}: {cell.name}, {result['seconds']:.1f} s", flush=True)
         ranks.wait_for_copies()
         found = _stored(place)
-        for length, own in cells_by_length([row for cell, row in found.items() if cell in self.cells]).items():
-            words = describe(own, self.queries.facts(length))
-            print(f"{self.queries.name}: {words}  chance {format_chance(self.queries.chance)}", flush=True)
         return [{key: found[cell][key] for key in found[cell] if key not in NOT_SCORES} for cell in sorted(found)]
 
 
@@ -201,20 +187,6 @@ def _stored(place: Place) -> dict[Cell, Row]:
             if row and row["identity"] == _identity(place, cell := Cell(row["length"], row["depth"])):
                 found[cell] = row
     return found
-
-
-def describe(cells: Sequence[Row], facts: Mapping[str, int]) -> str:
-    """The accuracy over the cells of a length beside that of the control, and the gain where the answer is a text."""
-    first = cells[0]
-    key = _accuracy(first)
-    means = over_cells(cells, (key, f"control_{key}"))
-    words = [f"length {first['length']:>9,}", *(f"{name} {value:,}" for name, value in facts.items())]
-    words.append(f"{ACCURACIES[key]} {with_error(means[key], means[f'{key}_standard_error'], '.1%')}")
-    words.append(f"control {means[f'control_{key}']:.1%}")
-    if key == "token_accuracy":
-        gain = with_error(first["gain_over_control"], first["gain_over_control_standard_error"], "+.3f")
-        words.append(f"gain over control {gain} nats/token")
-    return "  ".join(words)
 
 
 def over_cells(cells: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
@@ -249,13 +221,12 @@ def section(run: EvaluatedModel, page: Page) -> str:
     found = {name: results for name, results in found.items() if "cells" in results}
     if not found:
         return ""
-    header = ("task", "chance", "tokens", "examples", "score", "control", "exact", "gain", "checkpoint")
     paragraphs = [
         "## Retrieval and use of context",
         page.add_figure("context", cells_chart(found), "Accuracy by task and length, with control"),
         table(
-            header,
-            [row for name, results in found.items() for row in _rows(name, results, checkpoint_of(run, results))],
+            (*HEADER, "checkpoint"),
+            [(*row, checkpoint_of(run, results)) for name, results in found.items() for row in rows_of(name, results)],
         ),
         "Scores: found, the fraction of the expected strings in the greedily generated text; choice, whether the right "
         "answer is the likeliest of several; tokens, the fraction of answer tokens that are the most likely ones. "
@@ -271,7 +242,10 @@ def section(run: EvaluatedModel, page: Page) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _rows(name: str, results: Row, checkpoint: str) -> list[tuple[str, ...]]:
+HEADER = ("task", "chance", "tokens", "examples", "score", "control", "exact", "gain")
+
+
+def rows_of(name: str, results: Row) -> list[tuple[str, ...]]:
     """A row for each length of a task."""
     rows = []
     for length, cells in cells_by_length(results["cells"]).items():
@@ -284,7 +258,6 @@ def _rows(name: str, results: Row, checkpoint: str) -> list[tuple[str, ...]]:
         rows.append((
             name, format_chance(results["chance"]), f"{length:,}", f"{means['samples']:,}",
             f"{ACCURACIES[key]} {score}", f"{means[f'control_{key}']:.1%}", f"{means['exact_accuracy']:.1%}", gain,
-            checkpoint,
         ))  # fmt: skip
     return rows
 

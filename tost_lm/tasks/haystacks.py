@@ -1,9 +1,9 @@
 """Haystacks in tokens (text, a few repeated sentences, or other needles), and keys and values of needles."""
 
 import hashlib
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from functools import cache
+from itertools import count, islice
 from pathlib import Path
 from string import ascii_uppercase
 from uuid import UUID
@@ -38,7 +38,6 @@ class Text:
         ids: Iterable[np.ndarray],
         facts: dict[str, str],
         shards: Shards | None = None,
-        section: str = "needle",
         is_one_document: bool = False,
     ) -> None:
         """
@@ -47,28 +46,34 @@ class Text:
             ids: its ids in arrays of any length.
             facts: identify the text in results.
             shards: the shards that it comes from.
-            section: of the settings, for errors.
             is_one_document: whether all arrays are one document; otherwise each is one.
         """
-        self.name, self.facts, self.shards = name, facts, shards
-        self.section, self.is_one_document = section, is_one_document
-        self._ids, self._read = iter(ids), np.empty(0, np.int64)
-        self._ends = [0]
-        self._documents: dict[int, list[np.ndarray]] = {}
+        self.name, self.facts, self.shards, self.is_one_document = name, facts, shards, is_one_document
+        self._unread, self._read = iter(ids), list[np.ndarray]()
+        self.for_length, self.documents = cache(self._for_length), cache(self._documents)
 
-    def for_length(self, length: int) -> np.ndarray:
+    def _arrays(self) -> Iterator[np.ndarray]:
+        """All arrays of the text, int64."""
+        for number in count():
+            if number == len(self._read):
+                if (array := next(self._unread, None)) is None:
+                    return
+                self._read.append(array.astype(np.int64))
+            yield self._read[number]
+
+    def _for_length(self, length: int) -> np.ndarray:
         """The ids that haystacks of `length` tokens are taken from, int64: the first arrays with 64 times as many.
 
         Raises:
             DataError: the text has fewer tokens than `length`.
         """
-        wanted = _wanted(length)
-        self._read_to(wanted)
-        if len(self._read) < length:
-            raise DataError(f"{self.name} has {len(self._read):,} tokens, too few for {self._fix(length)}")
-        return self._read[: self._ends[min(bisect_left(self._ends, wanted), len(self._ends) - 1)]]
+        found = _first(self._arrays(), _wanted(length))
+        tokens = sum(map(len, found))
+        if tokens < length:
+            raise DataError(f"{self.name} has {tokens:,} tokens, too few for {_fix(length)}")
+        return np.concatenate(found)
 
-    def documents(self, length: int) -> list[np.ndarray]:
+    def _documents(self, length: int) -> list[np.ndarray]:
         """The first two or more documents of at least `length` tokens, int64: with 64 times as many tokens together.
 
         A text of one document is divided into two of the same size.
@@ -76,74 +81,51 @@ class Text:
         Raises:
             DataError: the text has fewer than two such documents.
         """
-        if length in self._documents:
-            return self._documents[length]
-        found: list[np.ndarray] = []
-        if self.is_one_document:
-            found = [half for half in np.array_split(self.for_length(length), 2) if len(half) >= length]
-        else:
-            tokens = 0
-            for document in self._each_document():
-                if len(document) >= length:
-                    found.append(document)
-                    tokens += len(document)
-                if len(found) > 1 and tokens >= _wanted(length):
-                    break
+        documents = np.array_split(self.for_length(length), 2) if self.is_one_document else self._arrays()
+        found = _first((document for document in documents if len(document) >= length), _wanted(length), least=2)
         if len(found) < 2:
             raise DataError(
-                f"{self.name} has no two documents or halves of {length:,} tokens, too few for {self._fix(length)}"
+                f"{self.name} has no two documents or halves of {length:,} tokens, too few for {_fix(length)}"
             )
-        self._documents[length] = found
         return found
 
-    def _each_document(self) -> Iterator[np.ndarray]:
-        index = 0
-        while True:
-            if index + 1 == len(self._ends):
-                self._read_to(2 * self._ends[-1] + 1)
-            if index + 1 == len(self._ends):
-                return
-            yield self._read[slice(*self._ends[index : index + 2])]
-            index += 1
-
-    def _read_to(self, tokens: int) -> None:
-        """Read until there are so many tokens, or all."""
-        arrays = [self._read]
-        while self._ends[-1] < tokens and (array := next(self._ids, None)) is not None:
-            arrays.append(array.astype(np.int64))
-            self._ends.append(self._ends[-1] + len(array))
-        if arrays[1:]:
-            self._read = np.concatenate(arrays)
-
-    def _fix(self, length: int) -> str:
-        return (
-            f"{self.section}.lengths {length:,}; give a longer text ({self.section}.haystack=FILE) or lower the lengths"
-        )
-
     @classmethod
-    def of_file(cls, path: Path, tokenizer: Tokenizer, section: str = "needle") -> "Text":
+    def of_file(cls, path: Path, tokenizer: Tokenizer) -> "Text":
         """Raises DataError when the file is missing, empty or not UTF-8."""
-        name = f"{section}.haystack"
-        file = TextFile.check(path, name)
+        file = TextFile.check(path, "haystack")
         facts = {"text": str(path), "text_sha256": file.sha256}
-        blocks = encode_blocks(tokenizer, file.blocks())
-        return cls(f"{name} {path}", blocks, facts, section=section, is_one_document=True)
+        return cls(f"haystack {path}", encode_blocks(tokenizer, file.blocks()), facts, is_one_document=True)
 
     @classmethod
-    def of_shards(cls, shards: Shards, tokenizer: Tokenizer, section: str = "needle") -> "Text":
+    def of_shards(cls, shards: Shards, tokenizer: Tokenizer) -> "Text":
         """The held-out documents."""
         documents = _joined(shards.documents("valid"), tokenizer)
-        return cls(f"the held-out text of {shards.folder}", documents, {}, shards, section)
+        return cls(f"the held-out text of {shards.folder}", documents, {}, shards)
 
     @classmethod
-    def embedded(cls, tokenizer: Tokenizer, section: str = "needle") -> "Text":
+    def embedded(cls, tokenizer: Tokenizer) -> "Text":
         """Python's documentation. Raises DataError when this Python has none."""
         digest = hashlib.sha256()
         for text in embedded_texts():
             digest.update(text.encode(errors="replace"))
         facts = {"text": "documentation of Python", "text_sha256": digest.hexdigest()}
         ids = (tokenizer.encode_array(text.encode(errors="replace").decode()) for text in embedded_texts())
-        return cls("the documentation of Python", _joined(ids, tokenizer), facts, section=section)
+        return cls("the documentation of Python", _joined(ids, tokenizer), facts)
+
+
+def _first(arrays: Iterable[np.ndarray], tokens: int, least: int = 1) -> list[np.ndarray]:
+    """The first arrays with so many tokens together, at least `least`; all if there are fewer."""
+    found, total = [], 0
+    for array in arrays:
+        found.append(array)
+        total += len(array)
+        if len(found) >= least and total >= tokens:
+            break
+    return found
+
+
+def _fix(length: int) -> str:
+    return f"lengths of {length:,}; give a longer text (haystack=FILE in the settings of the task) or lower lengths"
 
 
 def text_haystack(text: Text, length: int, tokens: int, draws: np.random.Generator) -> Haystack:

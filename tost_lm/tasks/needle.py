@@ -1,15 +1,14 @@
 """Needle in a haystack: one secret word in a long text, by length and depth."""
 
-from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from tost_lm.data.passages import NAMES, WORDS, secret_line
-from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.tasks.grid import GridConfig, GridTask, section
-from tost_lm.tasks.haystacks import Text, insert_needles, text_haystack
-from tost_lm.tasks.queries import Queries, Query
+from tost_lm.tasks.haystacks import insert_needles, text_haystack
+from tost_lm.tasks.queries import Queries, Query, QuerySource
 from tost_lm.tasks.task import Family
 
 NAME = "needle@words"
@@ -19,16 +18,8 @@ class NeedleConfig(GridConfig):
     """Task `needle@words`."""
 
     section = "needle"
-    depths: list[float] = Field(default=[0.0, 0.25, 0.5, 0.75, 1.0], min_length=1)
+    depths: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[0.0, 0.25, 0.5, 0.75, 1.0], min_length=1)
     """Positions of the needle in the text before the question, from 0 (beginning) to 1 (end)."""
-
-    @field_validator("depths")
-    @classmethod
-    def _check_depths(cls, depths: list[float]) -> list[float]:
-        for depth in depths:
-            if not 0 <= depth <= 1:
-                raise ValueError(f"needle.depths: {depth:g} is not between 0 and 1; give a fraction of the text")
-        return list(dict.fromkeys(depths))
 
 
 class NeedleQueries(Queries):
@@ -42,12 +33,12 @@ class NeedleQueries(Queries):
     log-probability of its tokens; chance 10 %). The control has a haystack of the same length without the needle.
     """
 
-    name, chance = NAME, 1 / len(WORDS)
+    chance = 1 / len(WORDS)
 
-    def __init__(self, seed: int, tokenizer: Tokenizer, text: Text, depths: Sequence[float]):
-        self.seed, self.tokenizer, self.text = seed, tokenizer, text
-        self.depths = tuple(depths)
-        self.candidates = tuple(tuple(tokenizer.encode(f" {word}")) for word in WORDS)
+    def __init__(self, name: str, source: QuerySource):
+        super().__init__(name, source)
+        self.text, self.depths = source.find_text(), tuple(dict.fromkeys(source.settings.depths))
+        self.candidates = tuple(tuple(self.tokenizer.encode(f" {word}")) for word in WORDS)
         self.room = max(map(len, self.candidates))
 
     def needed(self, samples: int) -> int:
@@ -86,7 +77,7 @@ FAMILY = Family(
         GridTask(
             NAME,
             "one secret word in a text: a grid of length by depth",
-            lambda name, of: NeedleQueries(of.settings.seed, of.tokenizer, of.text(), of.settings.depths),
+            NeedleQueries,
             "choice_accuracy",
             column=("needle choice accuracy", ".1%"),
         )

@@ -2,11 +2,11 @@
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import Field, PositiveInt, field_validator
@@ -56,6 +56,16 @@ class GridConfig(Section):
         return list(dict.fromkeys(lengths))
 
 
+class QuerySource(NamedTuple):
+    """What queries are made from."""
+
+    settings: Any
+    """A GridConfig."""
+    tokenizer: Tokenizer
+    find_text: Callable[[], Text]
+    """Finds the text of haystacks."""
+
+
 class Queries(ABC):
     """Makes the queries of one task for one tokenizer.
 
@@ -64,7 +74,6 @@ class Queries(ABC):
 
     Attributes:
         name: of the task.
-        seed: of the queries.
         chance: expected score of a guess that has the right form and ignores the text.
         room: tokens left for the answer.
         depths: depths of the grid's cells; (None,) if depths are drawn.
@@ -72,13 +81,15 @@ class Queries(ABC):
         conditions: names of the texts of a query. The first asks the question, the others are its controls.
     """
 
-    name: str
-    seed: int
     chance: float
     room: int
     depths: tuple[float | None, ...] = (None,)
     text: Text | None = None
     conditions: tuple[str, ...] = ("needle", "control")
+
+    def __init__(self, name: str, source: QuerySource):
+        """Raises TostError if there is no text for them."""
+        self.name, self.tokenizer, self.seed = name, source.tokenizer, source.settings.seed
 
     @abstractmethod
     def needed(self, samples: int) -> int:
@@ -155,9 +166,6 @@ class Puzzle:
 
 class PuzzleQueries(Queries):
     """Base class; a subclass defines the puzzle and the haystack."""
-
-    def __init__(self, name: str, seed: int, tokenizer: Tokenizer):
-        self.name, self.seed, self.tokenizer = name, seed, tokenizer
 
     @abstractmethod
     def puzzle(self, draws: np.random.Generator) -> Puzzle: ...

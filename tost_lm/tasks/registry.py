@@ -21,9 +21,9 @@ from tost_lm.tasks import (
     text,
     tost_release,
 )
-from tost_lm.tasks.grid import GridTask, QuerySource
+from tost_lm.tasks.grid import GridTask
 from tost_lm.tasks.haystacks import Text
-from tost_lm.tasks.queries import Queries
+from tost_lm.tasks.queries import Queries, QuerySource
 from tost_lm.tasks.task import Family, Task
 
 FAMILIES: dict[str, Family] = {

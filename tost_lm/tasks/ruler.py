@@ -5,18 +5,17 @@ variable tracking, the most frequent words of a list, questions about documents.
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice, pairwise, repeat
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.tasks.grid import GridConfig, GridTask, QuerySource, section
+from tost_lm.tasks.grid import GridConfig, GridTask, section
 from tost_lm.tasks.haystacks import (
     LONGEST_KEY,
     PAIRS,
     Haystack,
-    Text,
     listed,
     needles_haystack,
     noise_haystack,
@@ -26,7 +25,7 @@ from tost_lm.tasks.haystacks import (
     variables,
     word_keys,
 )
-from tost_lm.tasks.queries import Puzzle, PuzzleQueries, Queries, Query, Strings
+from tost_lm.tasks.queries import Puzzle, PuzzleQueries, Queries, Query, QuerySource, Strings
 from tost_lm.tasks.task import Family
 
 
@@ -74,6 +73,11 @@ class Form:
         return self.asked * self.values
 
 
+def _room(answers: int, characters: int) -> int:
+    """Tokens that suffice for a list of answers in any tokenizer: one for each byte."""
+    return sum(map(len, listed(["x" * characters] * answers)))
+
+
 class NiahQueries(PuzzleQueries):
     """Needle-in-a-haystack tasks with the structure of RULER's (arXiv 2404.06654) and sentences of our own.
 
@@ -90,11 +94,11 @@ class NiahQueries(PuzzleQueries):
     and less often in niah_multikey_2 and 3.
     """
 
-    def __init__(self, name: str, seed: int, tokenizer: Tokenizer, form: Form, text: Text | None):
-        super().__init__(name, seed, tokenizer)
-        self.form, self.text = form, text
+    def __init__(self, name: str, source: QuerySource, form: Form):
+        super().__init__(name, source)
+        self.form, self.text = form, source.find_text() if form.haystack == "text" else None
         self.chance = form.answers * form.value.chance
-        self.room = sum(map(len, listed(["x" * form.value.characters] * form.answers)))
+        self.room = _room(form.answers, form.value.characters)
 
     def puzzle(self, draws: np.random.Generator) -> Puzzle:
         form, name = self.form, self.form.value.name
@@ -144,10 +148,7 @@ class VariableTracking(PuzzleQueries):
     """
 
     chance = (HOPS + 1) / 26**LETTERS
-
-    def __init__(self, name: str, seed: int, tokenizer: Tokenizer):
-        super().__init__(name, seed, tokenizer)
-        self.room = sum(map(len, listed(["X" * LETTERS] * (HOPS + 1))))
+    room = _room(HOPS + 1, LETTERS)
 
     def puzzle(self, draws: np.random.Generator) -> Puzzle:
         names = list(islice(variables(draws, LETTERS), HOPS + 1))
@@ -185,11 +186,11 @@ class Questions(PuzzleQueries):
     the latter, so a guess among the names of the same kind in the text is never right there.
     """
 
-    chance = 1 / PAIRS
+    chance, room = 1 / PAIRS, LONGEST_KEY + 1
 
-    def __init__(self, name: str, seed: int, tokenizer: Tokenizer, hops: int):
-        super().__init__(name, seed, tokenizer)
-        self.hops, self.room = hops, LONGEST_KEY + 1
+    def __init__(self, name: str, source: QuerySource, hops: int):
+        super().__init__(name, source)
+        self.hops = hops
 
     def puzzle(self, draws: np.random.Generator) -> Puzzle:
         names = word_keys(draws)
@@ -248,17 +249,14 @@ class WordList(Queries):
     """
 
     question: str
-    longest: int
-    """Characters of the longest word of an answer."""
     answers: int
     """Words in an answer."""
 
-    def __init__(self, name: str, seed: int, tokenizer: Tokenizer):
-        self.name, self.seed, self.tokenizer = name, seed, tokenizer
-        self.room = sum(map(len, listed(["x" * self.longest] * self.answers)))
+    def __init__(self, name: str, source: QuerySource):
+        super().__init__(name, source)
         intro = "Remember which words occur most often in the list at the end of this text.\n"
         self._before, self._list, self._after = map(
-            tokenizer.encode_array, (intro, "The list:", f"\nQuestion: {self.question}\nAnswer: The words are")
+            self.tokenizer.encode_array, (intro, "The list:", f"\nQuestion: {self.question}\nAnswer: The words are")
         )
 
     @abstractmethod
@@ -316,7 +314,7 @@ class CommonWords(WordList):
     """
 
     question = "Which ten words occur most often in the list?"
-    answers, longest, chance = 10, LONGEST_KEY, 10 / PAIRS
+    answers, room, chance = 10, _room(10, LONGEST_KEY), 10 / PAIRS
 
     def needed(self, samples: int) -> int:
         lists = (list(islice(self.words(self.draws(sample)), self.answers)) for sample in range(samples))
@@ -348,7 +346,7 @@ class FrequentWords(WordList):
     """
 
     question = "Which three words, besides the dots, occur most often in the list?"
-    answers, longest, chance = 3, WORD_LETTERS, 3 / 26**WORD_LETTERS
+    answers, room, chance = 3, _room(3, WORD_LETTERS), 3 / 26**WORD_LETTERS
 
     def needed(self, samples: int) -> int:
         return self._frame + max(self._cost(self._first_words(sample), SHORTEST_LIST) for sample in range(samples))
@@ -381,16 +379,12 @@ def _zipf(words: int) -> list[int]:
     return (words * 6 / np.pi**2 / ranks**2).astype(int).tolist()
 
 
+def _task(name: str, about: str, make: Callable[..., Queries], **options: Any) -> GridTask:
+    return GridTask(f"{name}@own-words", about, partial(make, **options))
+
+
 def _niah(name: str, about: str, form: Form) -> GridTask:
-    def make(name: str, of: QuerySource) -> Queries:
-        return NiahQueries(name, of.settings.seed, of.tokenizer, form, of.text() if form.haystack == "text" else None)
-
-    return GridTask(f"niah_{name}@own-words", about, make)
-
-
-def _task(name: str, about: str, make: Callable[..., Queries], *arguments: int) -> GridTask:
-    """A task whose queries need no text."""
-    return GridTask(f"{name}@own-words", about, lambda name, of: make(name, of.settings.seed, of.tokenizer, *arguments))
+    return _task(f"niah_{name}", about, NiahQueries, form=form)
 
 
 FAMILY = Family(
@@ -411,8 +405,8 @@ FAMILY = Family(
         _task("vt", "a chain of five variables; the question asks for those with a value", VariableTracking),
         _task("cwe", "a list of words; the question asks for the ten most common ones", CommonWords),
         _task("fwe", "a list of drawn letters; the question asks for the three most frequent words", FrequentWords),
-        _task("qa_1", "documents about towns; one of them answers the question", Questions, 1),
-        _task("qa_2", "documents about towns and persons; two of them answer the question", Questions, 2),
+        _task("qa_1", "documents about towns; one of them answers the question", Questions, hops=1),
+        _task("qa_2", "documents about towns and persons; two of them answer the question", Questions, hops=2),
     ],
     RulerConfig,
     section,

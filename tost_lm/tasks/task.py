@@ -5,7 +5,7 @@ totals, its lines in tables, its section of the report. A changed task gets a ne
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -93,7 +93,6 @@ class Task:
         pattern: how names of its kind look, if a number in the name is a setting.
         headline: the total that is cited.
         column: name and format of a column in the comparison of runs; None: it has none.
-        has_lengths: whether it has scores by length, for the comparison of runs.
         reads_one_stream: its ranks are sequence ranks by default, because it reads one text from end to end.
         shares_copies: whether copies of the model call it equally often, and so share the work also in training.
     """
@@ -103,7 +102,6 @@ class Task:
     pattern: str = ""
     headline: str
     column: tuple[str, str] | None = None
-    has_lengths: bool = False
     reads_one_stream: bool = False
     shares_copies: bool = False
 
@@ -126,10 +124,6 @@ class Task:
     def cited(self, results: Row) -> float:
         """The value of the headline, for comparisons of runs."""
         return results["model"][self.headline]
-
-    def by_length(self, results: Row) -> Mapping[int, tuple[float, float]]:
-        """The cited score and that of the control by length, if it has lengths."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

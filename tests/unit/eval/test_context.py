@@ -42,7 +42,7 @@ def settings(**changes: Any) -> ContextConfig:
 
 
 def text_of(tokenizer: Tokenizer) -> Text:
-    return Text("the text", map(tokenizer.encode_array, DOCUMENTS), {}, section="context")
+    return Text("the text", map(tokenizer.encode_array, DOCUMENTS), {})
 
 
 def make(name: str, tokenizer: Tokenizer, **changes: Any) -> Queries:
@@ -156,7 +156,7 @@ def reader(tokenizer: Tokenizer) -> Scorer:
 @pytest.mark.parametrize("name", [MANY_SHOT_SEEN, MANY_SHOT_UNSEEN])
 def test_readers_are_right_and_their_controls_are_at_chance(tokenizer: Tokenizer, name: str):
     task, samples = make(name, tokenizer), 150
-    scores, rows = score_cell(task, tokenizer, reader(tokenizer), length_of(task), None, samples)
+    scores, rows = score_cell(task, reader(tokenizer), length_of(task), None, samples)
     assert scores["choice_accuracy"] == scores["exact_accuracy"] == 1
     assert scores["choice_accuracy_standard_error"] == scores["answer_nats"] == 0
     chance_error = (task.chance * (1 - task.chance) / samples) ** 0.5
@@ -173,7 +173,7 @@ def test_standard_errors_of_means_and_of_paired_gains(tokenizer: Tokenizer):
         nats = np.array([[float(example.prompt[-1] + 3 * (len(example.prompt) < 100))] for example in examples])
         return Scores(nats, np.ones_like(nats), [[]] * len(examples))
 
-    scores, rows = score_cell(task, tokenizer, uneven, length_of(task), None, 10)
+    scores, rows = score_cell(task, uneven, length_of(task), None, 10)
     nats = {condition: [row["nats"] for row in rows if row["condition"] == condition] for condition in task.conditions}
     assert scores["answer_nats"] == pytest.approx(np.mean(nats["repeated"]))
     error = np.std(nats["repeated"], ddof=1) / 10**0.5
@@ -182,9 +182,9 @@ def test_standard_errors_of_means_and_of_paired_gains(tokenizer: Tokenizer):
     assert (scores["gain_over_control"], scores["gain_over_control_standard_error"]) == (0, 0)
     assert scores["gain_over_first"] == pytest.approx(3 / TARGETS)
     assert scores["gain_over_first_standard_error"] == pytest.approx(0, abs=1e-12)
-    assert score_cell(task, tokenizer, uneven, length_of(task), None, 1)[0]["answer_nats_standard_error"] is None
+    assert score_cell(task, uneven, length_of(task), None, 1)[0]["answer_nats_standard_error"] is None
 
 
 def test_shots_are_at_least_the_labels():
-    with pytest.raises(ConfigError, match=re.escape("context.shots: 4 is less than the 8 labels; raise it")):
+    with pytest.raises(ConfigError, match="shots: input should be greater than or equal to 8, got 4"):
         settings(shots=[4, 8])

@@ -45,11 +45,11 @@ def test_all_missing_files_are_found_before_anything_is_measured(run_folder: Pat
         evaluate(
             run_folder, LAMBADA, "owt@nanogpt", "needle", "context", "heldout", "positions", "text",
             sets={"lambada_openai": "missing.jsonl"}, heldout={"shards": "nowhere"}, needle={"haystack": "missing.txt"},
-            context={"haystack": "missing.txt"}, text={"file": "missing.txt"},
+            context={"haystack": "gone.txt"}, text={"file": "missing.txt"},
         )  # fmt: skip
     begins = [
         "sets.lambada_openai missing.jsonl: no such file", "sets.owt: not set",
-        "needle.haystack missing.txt: no such file", "context.haystack missing.txt: no such file", "nowhere: ",
+        "haystack missing.txt: no such file", "haystack gone.txt: no such file", "nowhere: ",
         "text.file missing.txt: no such file",
     ]  # fmt: skip
     lines = str(error.value).splitlines()

@@ -12,11 +12,11 @@ from tost_lm.config import validate
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.ranks import Ranks
 from tost_lm.tasks.answers import Scores
-from tost_lm.tasks.grid import Grid
+from tost_lm.tasks.grid import Grid, rows_of
 from tost_lm.tasks.haystacks import Text
 from tost_lm.tasks.needle import NAME as NEEDLE
 from tost_lm.tasks.needle import NeedleConfig, NeedleQueries
-from tost_lm.tasks.queries import Query
+from tost_lm.tasks.queries import Query, QuerySource
 from tost_lm.tasks.task import Place, Row
 
 LENGTHS = [160, 200]
@@ -52,10 +52,10 @@ def make_grid(run_folder: Path, tokenizer):
         tree = {"lengths": lengths, "samples": 2, "depths": depths, **settings}
         config, evaluated = validate(NeedleConfig, tree, "test"), EvaluatedCheckpoint.find(run_folder)
         text = Text.of_shards(evaluated.open_shards(""), tokenizer)
-        queries = NeedleQueries(config.seed, tokenizer, text, config.depths)
+        queries = NeedleQueries(NEEDLE, QuerySource(config, tokenizer, lambda: text))
         identity = evaluated.identity(None, text.shards) | {"settings": queries.identity(config)}
         place = Place(run_folder / "eval" / NEEDLE, identity)
-        return Measured(Grid(queries, tokenizer, lengths, config.samples), place)
+        return Measured(Grid(queries, lengths, config.samples), place)
 
     return make
 
@@ -84,24 +84,23 @@ def test_each_cell_has_a_file_with_scores_and_examples(make_grid, run_folder, ca
     assert not {"examples", "identity", "seconds"} & set(results[1])
 
 
-def test_a_length_is_one_line_with_accuracy_control_and_chance(make_grid, run_folder, capsys):
-    make_grid().measure(Reader())
+def test_a_length_is_one_row_with_accuracy_control_and_chance(make_grid, run_folder, capsys):
+    results = make_grid().measure(Reader())
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == len(LENGTHS)
+    assert [line.partition(",")[0] for line in printed] == [
+        f"{NEEDLE}: {file.removesuffix('.json')}" for file in cell_files(run_folder)
+    ]
     cells = [json.loads(data) for data in cell_files(run_folder).values()]
-    for length, line in zip(LENGTHS, printed, strict=True):
+    for length, row in zip(LENGTHS, rows_of(NEEDLE, {"chance": 0.1, "cells": results}), strict=True):
         rows = [[row["choice"] for row in cell["examples"]] for cell in cells if cell["length"] == length]
         choices, controls = np.array([row[:2] for row in rows], float), np.array([row[2:] for row in rows], float)
         error = np.sqrt((choices.var(axis=1, ddof=1) / 2).sum()) / 2
-        assert line == (
-            f"{NEEDLE}: length       {length}  choice {choices.mean():.1%} ± {error:.1%}  control {controls.mean():.1%}"
-            "  chance 10%"
-        )
+        assert row[:4] == (NEEDLE, "10%", f"{length}", "4")
+        assert row[4:6] == (f"choice {choices.mean():.1%} ± {error:.1%}", f"{controls.mean():.1%}")
     make_grid([160, 180], [0.0]).measure(Reader())
     printed = capsys.readouterr().out.splitlines()
-    assert [line.partition("  choice")[0] for line in printed] == [
-        f"{NEEDLE}: reusing 1 of 2 cells", f"{NEEDLE}: length       160", f"{NEEDLE}: length       180",
-    ]  # fmt: skip
+    assert printed[0] == f"{NEEDLE}: reusing 1 of 2 cells"
+    assert printed[1].startswith(f"{NEEDLE}: length_00000180_depth_0.00, ")
 
 
 def test_an_interrupted_grid_resumes(make_grid, run_folder):

@@ -79,7 +79,7 @@ def guesser(seed: int) -> Scorer:
 @pytest.mark.parametrize("name", RETRIEVAL)
 def test_copying_is_right_with_the_needles_only(make_task, tokenizer, name):
     task = make_task(name)
-    scores, rows = score_cell(task, tokenizer, copier(tokenizer), long_enough(task), task.depths[0], 5)
+    scores, rows = score_cell(task, copier(tokenizer), long_enough(task), task.depths[0], 5)
     assert scores["found_share"] == scores["exact_accuracy"] == 1
     assert scores["control_found_share"] == scores["control_exact_accuracy"] == scores["answer_nats"] == 0
     assert scores["control_answer_nats"] == 1
@@ -104,14 +104,14 @@ def test_guesses_of_the_right_form_are_wrong(make_task, tokenizer, name):
         answers = [other.query(long_enough(task), None, number)[0].options[0] for number in range(len(examples))]
         return Scores(np.ones((len(examples), 1)), np.zeros((len(examples), 1), dtype=bool), [*map(list, answers)])
 
-    scores, _ = score_cell(task, tokenizer, guess, long_enough(task), None, 20)
+    scores, _ = score_cell(task, guess, long_enough(task), None, 20)
     assert task.chance < 1e-3
     assert scores["found_share"] == scores["control_found_share"] == 0
 
 
 def test_guessing_scores_chance(make_task, tokenizer):
     task, samples = make_task(), 300
-    scores, _ = score_cell(task, tokenizer, guesser(0), 150, 0.5, samples)
+    scores, _ = score_cell(task, guesser(0), 150, 0.5, samples)
     error = (task.chance * (1 - task.chance) / samples) ** 0.5
     for key in ("choice_accuracy", "control_choice_accuracy", "found_share", "control_found_share"):
         assert scores[key] == pytest.approx(task.chance, abs=4 * error)
@@ -127,7 +127,7 @@ def test_found_is_the_fraction_of_references_in_the_text(make_task, tokenizer):
         generated[0] = [*tokenizer.encode(" none"), tokenizer.eot, *generated[0]]
         return Scores(np.ones((len(examples), 1)), np.zeros((len(examples), 1), dtype=bool), generated)
 
-    scores, rows = score_cell(task, tokenizer, half_right, 1500, None, 4)
+    scores, rows = score_cell(task, half_right, 1500, None, 4)
     assert [row["found"] for row in rows] == [0, 0.6, 0.6, 0.6] * 2  # text after an end of text does not count
     assert scores["found_share"] == pytest.approx(0.45)
     assert rows[0]["generated"] == " none"
@@ -169,9 +169,9 @@ def test_texts_are_made_in_batches(make_task, tokenizer, monkeypatch):
         read.append(len(examples))
         return copier(tokenizer)(examples, room)
 
-    scores, rows = score_cell(task, tokenizer, scorer, 150, 0.5, 7)
+    scores, rows = score_cell(task, scorer, 150, 0.5, 7)
     assert read == [3, 3, 3, 3, 1, 1]
-    assert scores == score_cell(task, tokenizer, copier(tokenizer), 150, 0.5, 7)[0]
+    assert scores == score_cell(task, copier(tokenizer), 150, 0.5, 7)[0]
     assert [row["sample"] for row in rows] == [*range(7), *range(7)]
 
 
