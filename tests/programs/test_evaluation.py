@@ -58,7 +58,7 @@ def test_results_add_up_and_files_exist(evaluated: Path):
     assert len(results(home, NEEDLE)["cells"]) == 2 * len({cell["length"] for cell in results(home, NEEDLE)["cells"]})
     assert results(home, SAMPLE)["tokens"] <= 20
     page = (home / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 3
+    assert page.count("data:image/png;base64,") == 2
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert "| training tokens | 3,072 |" in (home / "report.md").read_text()
 
