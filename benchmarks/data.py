@@ -36,13 +36,11 @@ from tost_lm.data.shards import Shards
 from tost_lm.data.sources import Document, parse, read_blocks
 from tost_lm.data.stages import Packing
 from tost_lm.data.tokenizers import (
-    Gpt2Tokenizer,
     HfTokenizer,
     SentencePieceTokenizer,
     make_tokenizer,
     read_tokenizer,
 )
-from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.data_prep.build import build_shards
 from tost_lm.data_prep.making import make_shards
@@ -126,8 +124,7 @@ def build_cells(build: BuildConfig, folder: Path) -> list[dict[str, Any]]:
     model = folder / "tokenizer.model"
     kinds: dict[str, dict[str, Any]] = {"SentencePiece": train(build.source, build.vocab_size, model)}
     if build.gpt2:
-        kinds["GPT-2, tiktoken"] = {"kind": "gpt2", "path": str(build.gpt2)}
-        kinds["GPT-2, tokenizer.json"] = gpt2_json(build.gpt2, folder / "tokenizer.json")
+        kinds["GPT-2"] = {"kind": "gpt2", "path": str(build.gpt2)}
     cells = []
     for name, settings in kinds.items():
         tokenizer = make_tokenizer(data_config(build.source, settings, folder / "unused", workers))
@@ -250,15 +247,6 @@ def train(source: str, vocab_size: int, path: Path) -> dict[str, Any]:
     return {"path": str(path)}
 
 
-def gpt2_json(gpt2: Path, path: Path) -> dict[str, Any]:
-    """Write GPT-2's tokenizer as a tokenizer.json; returns the settings that name it."""
-    from tost_lm.interop.hf import GPT2_EOT, fast_tokenizer
-
-    tokenizer: Any = fast_tokenizer(gpt2_tokenizer(gpt2))
-    tokenizer.backend_tokenizer.save(str(path))
-    return {"kind": "hf", "path": str(path), "eot_token": GPT2_EOT}
-
-
 def data_config(source: str, tokenizer: dict[str, Any], folder: Path, workers: int) -> DataPrepConfig:
     tree = {
         "corpus": {"source": source, "valid_fraction": 0.0},
@@ -352,13 +340,6 @@ def _texts(corpus: Path) -> list[str]:
 
 def _bare_encode(tokenizer_file: Path) -> Callable[[str], list[int]]:
     """The library's own call, without our wrapper."""
-    if tokenizer_file.name == Gpt2Tokenizer.file_name:
-        import tiktoken
-        from tiktoken.load import load_tiktoken_bpe
-        from tiktoken_ext.openai_public import r50k_pat_str
-
-        ranks = load_tiktoken_bpe(str(tokenizer_file))
-        return tiktoken.Encoding("bare", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}).encode_ordinary
     if tokenizer_file.name == HfTokenizer.file_name:
         import tokenizers
 

@@ -209,7 +209,7 @@ def test_a_missing_extra_is_one_line_with_the_fix(python: Path, folder: Path, tm
     errors = json.loads(start(python, "-c", WITHOUT, cwd=tmp_path))
     assert errors == [
         f"Hugging Face models need transformers; {install_hint('hf')}",
-        f"GPT-2's tokenizer needs the package tiktoken; {install_hint('gpt2')}",
+        f"GPT-2's tokenizer needs the package tokenizers; {install_hint('hf')}",
         f"the report needs a package: markdown_it; {install_hint('report')}",
     ]
     programs = {

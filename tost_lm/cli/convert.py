@@ -97,7 +97,7 @@ def main(path: Path, config: ConvertConfig) -> None:
 def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[str]:
     """`named` is the source in the record."""
     from tost_lm.checkpointing.format import CARD, CONVERSION, Progress, shard_name, write_checkpoint, write_tensors
-    from tost_lm.data.tokenizers.gpt2 import RANKS, gpt2_tokenizer
+    from tost_lm.data.tokenizers.gpt2 import VOCAB_SIZE, gpt2_tokenizer
     from tost_lm.interop.card import model_card
     from tost_lm.interop.folder import CONFIG, weight_files
     from tost_lm.interop.load import foreign_format, read_tokenizer_folder
@@ -116,7 +116,7 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
         tokenizer = foreign.read_tokenizer(source)
         if tokenizer is None and source.is_dir():
             raise ConfigError(f"{source}: no tokenizer.json; give convert.tokenizer=FOLDER")
-        if tokenizer is None and config.vocab_size <= RANKS:
+        if tokenizer is None and config.vocab_size < VOCAB_SIZE:
             raise ConfigError(
                 f"{source}: its vocabulary is not GPT-2's: {config.vocab_size} ids; give convert.tokenizer=FOLDER"
             )

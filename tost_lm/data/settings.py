@@ -60,7 +60,7 @@ class TokenizerConfig(Section):
     """The tokenizer: SentencePiece BPE trained on the corpus, GPT-2's BPE, or a tokenizer.json."""
 
     kind: Literal["sentencepiece", "gpt2", "hf"] = "sentencepiece"
-    """`gpt2` and `hf` (a tokenizer.json of the Hugging Face library) need no training, but the packages tiktoken and tokenizers."""
+    """`gpt2` and `hf` (a tokenizer.json of the Hugging Face library) need no training, but the package tokenizers."""
     path: Annotated[Path | None, TAKES_URLS] = None
     """sentencepiece: the model file, which `tost prepare tokenizer` writes together with a .json record. gpt2: the folder of encoder.json and vocab.bpe; unset: download them. hf: the tokenizer.json. It may be at a URL."""
     eot_token: str | None = None

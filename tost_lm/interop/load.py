@@ -10,7 +10,7 @@ from tost_lm.checkpointing.reading import load as load_ours
 from tost_lm.checkpointing.run_folder import find_checkpoint, local_model
 from tost_lm.config import path_or_url
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer, find_tokenizer, read_tokenizer
-from tost_lm.data.tokenizers.gpt2 import SOURCES_SHA256, gpt2_tokenizer
+from tost_lm.data.tokenizers.gpt2 import SOURCES, gpt2_tokenizer
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.interop import MODULES
 from tost_lm.interop.folder import CONFIG, read_settings
@@ -85,7 +85,7 @@ def read_tokenizer_folder(folder: Path) -> Tokenizer:
     """
     if any((folder / name).is_file() for name in TOKENIZER_FILES):
         return read_tokenizer(find_tokenizer(folder))
-    if any((folder / name).is_file() for name in SOURCES_SHA256):
+    if any((folder / name).is_file() for name in SOURCES):
         return gpt2_tokenizer(folder, "convert.tokenizer")
     raise DataError(
         f"convert.tokenizer {folder}: no tokenizer; give a folder with encoder.json and vocab.bpe (GPT-2) "

@@ -1,6 +1,5 @@
 """A tokenizer.json gives the library's ids, is lossless or refused, and travels in one file."""
 
-import gzip
 import hashlib
 import json
 import pickle
@@ -14,20 +13,17 @@ from builds import prep_config
 from hf_tokenizers import EOT, TEXTS, byte_level, made, metaspace_unigram, prefixed_bpe, with_added
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from shared_data import GPT2_BPE, SHARED, needs_shared
 from tokenizers import Tokenizer as Pipeline
-from tokenizers import models, normalizers, pre_tokenizers, processors
+from tokenizers import models, normalizers, processors
 
 from tost_lm.config import validate
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.tokenizers import HfTokenizer, LosslessTokenizer, make_tokenizer, read_tokenizer
-from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.hf import hf_tokenizer
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK
 from tost_lm.data_prep.build import build_shards
 from tost_lm.errors import ConfigError, DataError
 
-BOOKS = SHARED / "books/valid.jsonl.gz"
 MADE: dict[str, tuple[Callable[[], Pipeline], str]] = {
     "byte-level BPE": (byte_level, EOT),
     "byte-level BPE with added tokens": (lambda: with_added(byte_level(), "  ", "The lines", EOT * 2), EOT),
@@ -264,20 +260,3 @@ def test_texts_that_are_scored_must_not_lose_anything():
             encode("They looked.")
         with pytest.raises(DataError, match=lossy + "'little e\u0301' as 'little é'; bring the text to NFC"):
             encode("little e\u0301")
-
-
-@needs_shared
-def test_gpt2_as_a_tokenizer_json_has_the_ids_of_the_kind_gpt2_on_books():
-    vocab = json.loads((GPT2_BPE / "encoder.json").read_bytes())
-    merges = (GPT2_BPE / "vocab.bpe").read_text("utf-8").splitlines()[1:]
-    pipeline = Pipeline(models.BPE(vocab, [(first, second) for first, second in map(str.split, merges)]))
-    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    pipeline.decoder = byte_level().decoder
-    tokenizer, expected = made(pipeline), gpt2_tokenizer(GPT2_BPE)
-    assert (tokenizer.vocab_size, tokenizer.eot) == (expected.vocab_size, expected.eot)
-    with gzip.open(BOOKS, "rt", encoding="utf-8") as file:
-        for row in map(json.loads, file):
-            array = tokenizer.encode_array(row["text"])
-            assert np.array_equal(array, expected.encode_array(row["text"]))
-            assert tokenizer.decode(array) == row["text"]
-    assert tokenizer.encode(EOT) == expected.encode(EOT)

@@ -131,10 +131,10 @@ def test_files_that_are_not_tokenizers_are_refused(tokenizer, tmp_path):
 
 
 def test_a_folder_has_one_tokenizer(tmp_path):
-    with pytest.raises(DataError, match=r": no tokenizer, so .* restore tokenizer\.model, tokenizer\.tiktoken"):
+    with pytest.raises(DataError, match=r": no tokenizer, so .* restore tokenizer\.model, tokenizer\.hf\.json"):
         find_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.tiktoken").touch()
-    assert find_tokenizer(tmp_path) == tmp_path / "tokenizer.tiktoken"
+    (tmp_path / "tokenizer.hf.json").touch()
+    assert find_tokenizer(tmp_path) == tmp_path / "tokenizer.hf.json"
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(DataError, match=": 2 tokenizers"):
         find_tokenizer(tmp_path)

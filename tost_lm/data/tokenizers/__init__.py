@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import fingerprint
-from tost_lm.data.tokenizers.gpt2 import Gpt2Tokenizer, gpt2_tokenizer
+from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.hf import HfTokenizer, hf_tokenizer
 from tost_lm.data.tokenizers.interface import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.lossless import LosslessTokenizer
@@ -15,7 +15,6 @@ from tost_lm.remote import local_copy
 
 __all__ = [
     "TOKENIZER_FILES",
-    "Gpt2Tokenizer",
     "HfTokenizer",
     "LosslessTokenizer",
     "SentencePieceTokenizer",
@@ -25,7 +24,7 @@ __all__ = [
     "read_tokenizer",
 ]
 
-KINDS = (SentencePieceTokenizer, Gpt2Tokenizer, HfTokenizer)
+KINDS = (SentencePieceTokenizer, HfTokenizer)
 TOKENIZER_FILES = tuple(kind.file_name for kind in KINDS)
 """Possible names of a tokenizer's file in a shard folder or a checkpoint."""
 

@@ -19,7 +19,6 @@ except ModuleNotFoundError as error:
         f"tost_lm.interop.hf needs transformers ({error}); {install_hint('hf')}", name=error.name
     ) from None
 
-import base64
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,10 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tost_lm.checkpointing.format import CARD, write_failure
 from tost_lm.config import path_or_url
-from tost_lm.data.tokenizers import Gpt2Tokenizer, HfTokenizer, SentencePieceTokenizer, Tokenizer
+from tost_lm.data.tokenizers import HfTokenizer, SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.interface import ESCAPED, PIECE_BEYOND_WORD, SPACE_MARK
 from tost_lm.errors import CheckpointError
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, write_atomically
@@ -46,8 +44,6 @@ __all__ = ["TostCache", "TostConfig", "TostForCausalLM", "export"]
 AutoConfig.register(TostConfig.model_type, TostConfig)
 AutoModelForCausalLM.register(TostConfig, TostForCausalLM)
 
-GPT2_EOT = "<|endoftext|>"
-
 
 def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast | None:
     """A tokenizer that starts every text with the end-of-text token, as documents in training, and pads on the left.
@@ -58,9 +54,7 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast | None:
         None for a tokenizer without an equivalent: a SentencePiece model that is not BPE with byte pieces, or that puts
         a space before a text. `tost prepare tokenizer` makes none of these.
     """
-    if isinstance(tokenizer, Gpt2Tokenizer):
-        pipeline, eot = _gpt2(tokenizer), GPT2_EOT
-    elif isinstance(tokenizer, SentencePieceTokenizer):
+    if isinstance(tokenizer, SentencePieceTokenizer):
         pipeline, eot = _sentencepiece(tokenizer)
     elif isinstance(tokenizer, HfTokenizer):
         pipeline, eot = _plain(tokenizer), tokenizer.eot_token
@@ -81,31 +75,6 @@ def _plain(tokenizer: HfTokenizer) -> Pipeline:
     pipeline.no_truncation()
     pipeline.no_padding()
     return pipeline
-
-
-def _gpt2(tokenizer: Gpt2Tokenizer) -> Pipeline:
-    lines = (line.split() for line in tokenizer.model_bytes.splitlines())
-    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    characters = bytes_to_unicode()
-
-    def printable(token: bytes) -> str:
-        return "".join(characters[byte] for byte in token)
-
-    merges = [_last_merge(token, ranks) for token in ranks if len(token) > 1]
-    vocab = {printable(token): rank for token, rank in ranks.items()} | {GPT2_EOT: tokenizer.eot}
-    pipeline = Pipeline(models.BPE(vocab, [(printable(first), printable(second)) for first, second in merges]))
-    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    pipeline.decoder = decoders.ByteLevel()
-    return pipeline
-
-
-def _last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two tokens that merge into this one: what all merges of lower rank make of its bytes."""
-    tokens = [bytes([byte]) for byte in token]
-    while len(tokens) > 2:
-        at = min(range(len(tokens) - 1), key=lambda i: ranks.get(tokens[i] + tokens[i + 1], len(ranks)))
-        tokens[at : at + 2] = [tokens[at] + tokens[at + 1]]
-    return tokens[0], tokens[1]
 
 
 def _sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[Pipeline | None, str]:
