@@ -62,9 +62,6 @@ class Bytes(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_array(self, text: str) -> np.ndarray:
-        return np.array(self.encode(text), dtype=np.uint32)
-
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 

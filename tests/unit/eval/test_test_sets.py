@@ -39,9 +39,6 @@ class Words(Tokenizer):
                 space = 0
         return ids + [ord(" ")] * bool(space)
 
-    def encode_array(self, text: str) -> np.ndarray:
-        return np.array(self.encode(text), dtype=np.uint32)
-
     def decode(self, ids) -> str:
         return "".join(" " * (i >> 21) + chr(i & ((1 << 21) - 1)) for i in map(int, ids))
 

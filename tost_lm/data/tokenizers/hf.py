@@ -4,14 +4,11 @@ import faulthandler
 import json
 import os
 import re
-from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, Tokenizer, escape
 from tost_lm.data.tokenizers.interface import UNESCAPED as SENTENCEPIECE_UNESCAPED
@@ -82,9 +79,6 @@ class HfTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return self._encode(self._escape(text) if self._escapes else text)
-
-    def encode_array(self, text: str) -> "np.ndarray":
-        return np.frombuffer(array("I", self.encode(text)), np.uint32)  # np.array takes three times as long
 
     def decode(self, ids: Iterable[int]) -> str:
         text = self._decode(list(self._valid_utf8(map(int, ids)) if self._byte_of else map(int, ids)))

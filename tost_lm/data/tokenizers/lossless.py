@@ -6,8 +6,6 @@ from functools import cache
 from itertools import takewhile
 from operator import eq
 
-import numpy as np
-
 from tost_lm.data.tokenizers.interface import Tokenizer
 from tost_lm.errors import DataError
 
@@ -51,24 +49,15 @@ class LosslessTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         ids = self._tokenizer.encode(text)
-        self._check(text, ids)
-        return ids
-
-    def encode_array(self, text: str) -> "np.ndarray":
-        ids = self._tokenizer.encode_array(text)
-        self._check(text, ids.tolist())
-        return ids
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode(ids)
-
-    def _check(self, text: str, ids: list[int]) -> None:
         text, decoded = text.removeprefix(" "), self.decode(ids).removeprefix(" ")
         if (loss := first_loss(text, decoded)) is None:
-            return
+            return ids
         forms = [form for form in FORMS[1:] if in_form(form, text) == decoded]
         fix = f"bring the text to {forms[0]}" if forms else "remove such characters from the text"
         raise DataError(
             f"{self._name}: the tokenizer is not lossless, so scores of this text would be wrong: {loss}; {fix}, or "
             "evaluate a model whose tokenizer changes no text"
         )
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(ids)
