@@ -22,6 +22,11 @@ def first_problem(error: "ValidationError") -> str:
     return printable(": ".join([".".join(map(str, problem["loc"]))[:SHOWN], problem["msg"]]).removeprefix(": "))
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, without a full stop; its class if there is no message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The nearest known name as a hint after an unknown one, ` (did you mean …?)`; empty if none is near."""
     near = get_close_matches(name, list(known), n=1)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TextIO
 
 import xxhash
 
-from tost_lm.errors import StorageError, TostError, install_hint
+from tost_lm.errors import StorageError, TostError, first_line, install_hint
 from tost_lm.files import open_lock, publish_folder, regular_file, sha256_bytes
 from tost_lm.redaction import redact_text
 
@@ -405,10 +405,8 @@ def _explained(url: Path) -> Iterator[None]:
         package = PACKAGES[url.parts[0].rstrip(":")]
         raise StorageError(f"{url}: the package {package} is not installed; {install_hint('remote')}") from None
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        problem = redact_text(lines[0]) if lines else type(error).__name__
-        if isinstance(error, FileNotFoundError):
-            problem = "no such file or folder"
+        missing = isinstance(error, FileNotFoundError)
+        problem = "no such file or folder" if missing else redact_text(first_line(error))
         raise StorageError(
             f"{url}: {problem}; check the URL, the credentials and the network, then run the same command again"
         ) from None

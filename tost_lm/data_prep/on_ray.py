@@ -13,7 +13,7 @@ from tost_lm.data.shards import Shards
 from tost_lm.data_prep.build import BusyError
 from tost_lm.data_prep.making import checked_partitions, make_shards
 from tost_lm.data_prep.partitions import with_partition
-from tost_lm.errors import DataError, install_hint
+from tost_lm.errors import DataError, first_line, install_hint
 from tost_lm.progress import ProgressBar
 
 RETRIES = 10
@@ -40,8 +40,7 @@ def partitions_on_ray(config: DataPrepConfig) -> list[Shards]:
             socket.create_connection((host.removeprefix("ray://"), int(port)), CONNECT_S).close()  # Ray waits minutes
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
-        problem = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"RAY_ADDRESS {address}: {problem}; start Ray there or correct the address") from None
+        raise DataError(f"RAY_ADDRESS {address}: {first_line(error)}; start Ray there or correct the address") from None
     count, workers = config.shards.partitions, config.shards.workers or 1
     build = ray.remote(num_cpus=workers, max_retries=RETRIES, retry_exceptions=[BusyError])(_build)
     try:

@@ -21,7 +21,7 @@ from tost_lm.checkpointing.format import MANIFEST
 from tost_lm.checkpointing.run_folder import local_model
 from tost_lm.data.shards import Shards
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.errors import SHOWN, CheckpointError, ConfigError, install_hint, printable
+from tost_lm.errors import SHOWN, CheckpointError, ConfigError, first_line, install_hint, printable
 from tost_lm.files import sha256_bytes, xxh3_file
 from tost_lm.inference.evaluated import HUB, EvaluatedCheckpoint, hub_home, open_valid
 from tost_lm.inference.generation import ForeignFacts
@@ -296,11 +296,6 @@ def transformers_library() -> Any:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers
-
-
-def first_line(error: Exception) -> str:
-    """What a library says about an error, in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _guarded(evaluated: EvaluatedCheckpoint, load: Callable[[], Any]) -> Any:

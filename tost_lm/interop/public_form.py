@@ -22,10 +22,10 @@ from tost_lm.config import leaves, validate
 from tost_lm.data.tokenizers import HfTokenizer, Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.hf import hf_tokenizer
 from tost_lm.data.tokenizers.lossless import FORMS
-from tost_lm.errors import CheckpointError, ConfigError, DataError
+from tost_lm.errors import CheckpointError, ConfigError, DataError, first_line
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
-from tost_lm.inference.hugging_face import check_settings, first_line, transformers_library
+from tost_lm.inference.hugging_face import check_settings, transformers_library
 from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
 from tost_lm.interop.folder import CONFIG, listed, read_settings, weight_files
 from tost_lm.interop.interface import ForeignFormat, ForeignModel

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from tost_lm.config import Section, run_program
-from tost_lm.errors import ConfigError, TostError, install_hint
+from tost_lm.errors import ConfigError, TostError, first_line, install_hint
 from tost_lm.lifetime import end_with_parent
 from tost_lm.parallel.settings import LaunchConfig
 
@@ -96,10 +96,9 @@ def start_ranks_of_node(path: None, config: Section) -> NoReturn:
         store = TCPStore(address, int(port), nodes, is_master=node == 0, timeout=NODES_WAIT, multi_tenant=True)
         _launch(sys.argv[1:], ranks, f"{store.host}:{store.port}", node, nodes)
     except DistError as error:
-        problem = str(error).splitlines()[0].rstrip(".")
         raise TostError(
-            f"MASTER_ADDR={address} MASTER_PORT={port}, node {node} of {nodes}: {problem}; launch all nodes with the "
-            "same NODES, MASTER_ADDR and MASTER_PORT, a free port that no firewall blocks"
+            f"MASTER_ADDR={address} MASTER_PORT={port}, node {node} of {nodes}: {first_line(error)}; launch all nodes "
+            "with the same NODES, MASTER_ADDR and MASTER_PORT, a free port that no firewall blocks"
         ) from None
 
 

@@ -21,7 +21,7 @@ from torch.cuda import nccl
 
 from tost_lm.config import Section
 from tost_lm.data.shards import Shards
-from tost_lm.errors import ConfigError, DataError
+from tost_lm.errors import ConfigError, DataError, first_line
 from tost_lm.parallel.agreement import (
     all_gather_object,
     communication_device,
@@ -74,8 +74,8 @@ def check_nodes(
         world = start_world(device)
         dist.barrier()  # NCCL connects lazily
     except RuntimeError as error:
-        first_line = str(error).splitlines()[0]
-        raise ConfigError(f"{host}: no process group over {network}: {first_line}; check the firewall") from None
+        problem = first_line(error)
+        raise ConfigError(f"{host}: no process group over {network}: {problem}; check the firewall") from None
 
     with watch_ranks():
         problems = _check_shared_folder(runs_folder)

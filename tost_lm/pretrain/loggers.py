@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, first_line
 from tost_lm.pretrain.sections import RunConfig
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.redaction import redact_tree
@@ -120,7 +120,7 @@ class WandbSink:
             try:
                 wandb.teardown()  # wandb would do it at exit, with a traceback if its process was killed
             except Exception as error:
-                self._failure = self._failure or _first_line(error)
+                self._failure = self._failure or first_line(error)
         self._warn_of_failure()
 
     def _log_rows(self) -> None:
@@ -131,7 +131,7 @@ class WandbSink:
                     self._run.log(values, step=row["step"])
             self._run.finish()
         except Exception as error:  # any error: wandb's process was killed, its disk is full, …
-            self._failure = _first_line(error)
+            self._failure = first_line(error)
 
     def _warn_of_failure(self) -> None:
         if self._failure:
@@ -161,9 +161,5 @@ def _start(config: PretrainConfig, run_id: str) -> Any:
         )
     except (wandb.Error, ValueError) as error:
         raise ConfigError(
-            f"WANDB_MODE={mode}: {_first_line(error)}; set it to offline, or leave wandb out of run.loggers"
+            f"WANDB_MODE={mode}: {first_line(error)}; set it to offline, or leave wandb out of run.loggers"
         ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

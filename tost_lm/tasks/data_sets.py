@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator
 
-from tost_lm.errors import ConfigError, DataError, did_you_mean
+from tost_lm.errors import ConfigError, DataError, did_you_mean, first_line
 from tost_lm.files import regular_file, sha256_bytes, write_atomically
 
 DOWNLOADS = Path("data/test_sets")
@@ -111,9 +111,8 @@ class DataSet:
         try:
             text = "".join(hub.to_text(_rows(hub)))
         except Exception as error:  # the libraries raise their own errors and those of the network
-            problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ConfigError(
-                f"{setting}: not set, and hub:{hub.name} cannot be downloaded ({problem}); {fix}"
+                f"{setting}: not set, and hub:{hub.name} cannot be downloaded ({first_line(error)}); {fix}"
             ) from None
         write_atomically(path, text)
         return path

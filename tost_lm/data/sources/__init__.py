@@ -12,11 +12,11 @@ import os
 import sysconfig
 import tokenize
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import xxhash
@@ -35,7 +35,7 @@ from tost_lm.data.sources.blocks import (
 )
 from tost_lm.data.sources.files import CorpusFile, corpus_files, format_of, left_out_files, token_files
 from tost_lm.data.sources.tables import hub_blocks, hub_fingerprint, hub_rows
-from tost_lm.errors import ConfigError, DataError
+from tost_lm.errors import ConfigError, DataError, first_line
 
 __all__ = [
     "BadRow",
@@ -50,8 +50,6 @@ __all__ = [
     "token_files",
 ]
 
-
-T = TypeVar("T")
 DOCUMENT_SETTINGS = (
     "text_field", "text_documents", "hub_subset", "hub_revision", "hub_split", "normalization", "min_characters",
     "max_characters",
@@ -166,21 +164,17 @@ def _blocks_of_rows(rows: list[bytes], first: int, block_bytes: int) -> Iterator
 
 
 def _read(source: Source, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
-    blocks = source.blocks(offset, block_bytes)
-    while (block := _guarded(source.where, lambda: next(blocks, None))) is not None:
-        yield block
-
-
-def _guarded(where: str, call: Callable[[], T]) -> T:
-    """The result of `call`; a failure to read the file becomes one line."""
+    """The blocks of a source; a failure to read it becomes one line."""
     try:
-        return call()
+        yield from source.blocks(offset, block_bytes)
     except ImportError as error:
-        raise DataError(f"{where}: cannot be read without the package {error.name}: pip install {error.name}") from None
+        raise DataError(
+            f"{source.where}: cannot be read without the package {error.name}: pip install {error.name}"
+        ) from None
     except (OSError, ValueError, NotImplementedError, RecursionError) as error:  # pyarrow and json raise these
-        lines = str(error).strip().splitlines()
-        problem = lines[0] if lines else type(error).__name__
-        raise DataError(f"{where}: cannot be read: {problem}; correct, replace or remove the file") from None
+        raise DataError(
+            f"{source.where}: cannot be read: {first_line(error)}; correct, replace or remove the file"
+        ) from None
 
 
 NOT_EMBEDDED = {

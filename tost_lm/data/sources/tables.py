@@ -12,7 +12,7 @@ import numpy as np
 
 from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.sources.blocks import ROW_LIMIT, CorpusFormat, SourceBlock, listed, too_long
-from tost_lm.errors import DataError
+from tost_lm.errors import DataError, first_line
 from tost_lm.remote import RemotePath, RemoteReader
 
 PARQUET_ROWS = 16
@@ -190,34 +190,27 @@ def hub_blocks(corpus: CorpusConfig, offset: int, block_bytes: int) -> Iterator[
 
 def hub_fingerprint(corpus: CorpusConfig) -> str:
     """The datasets library's identity of the revision; for a folder, of its files and their modification times."""
-
-    def identify() -> str:
+    with _explained(corpus):
         import datasets
 
         builder = _builder(corpus)
         is_folder = Path(_name(corpus)).exists()
         return datasets.fingerprint.Hasher.hash(builder.config.data_files) if is_folder else builder.hash
 
-    return _guarded(corpus, identify)
-
 
 def hub_rows(corpus: CorpusConfig) -> int | None:
     """Number of rows: counted if the dataset is downloaded, else from its metadata; None: the metadata has none."""
-
-    def look() -> int | None:
+    with _explained(corpus):
         if not corpus.hub_streaming:
             return len(_load(corpus))
         splits = _builder(corpus).info.splits or {}
         return splits[corpus.hub_split].num_examples or None if corpus.hub_split in splits else None
 
-    return _guarded(corpus, look)
-
 
 def _hub_tables(corpus: CorpusConfig, offset: int) -> Iterator[Any]:
     """Rows from `offset` as Arrow tables of at most BATCH_ROWS."""
-    tables = _guarded(corpus, lambda: iter(_load(corpus).skip(offset).with_format("arrow").iter(BATCH_ROWS)))
-    while (table := _guarded(corpus, lambda: next(tables, None))) is not None:
-        yield table
+    with _explained(corpus):
+        yield from _load(corpus).skip(offset).with_format("arrow").iter(BATCH_ROWS)
 
 
 def _load(corpus: CorpusConfig) -> Any:
@@ -242,14 +235,15 @@ def _name(corpus: CorpusConfig) -> str:
     return corpus.source.removeprefix("hub:")
 
 
-def _guarded(corpus: CorpusConfig, call: Any) -> Any:
+@contextmanager
+def _explained(corpus: CorpusConfig) -> Iterator[None]:
+    """A failure of the library or the network becomes one line."""
     try:
-        return call()
+        yield
     except ImportError as error:
         raise DataError(f"corpus.source {corpus.source}: {error}: pip install datasets") from None
     except Exception as error:  # the library's own errors, the hub client's and the network's
-        lines = str(error).strip().splitlines()
-        problem = lines[0] if lines else type(error).__name__
+        problem = first_line(error)
         fix = "check the name, corpus.hub_subset, corpus.hub_split and the network"
         if SCRIPT in problem:
             fix = "set corpus.hub_revision=refs/convert/parquet"

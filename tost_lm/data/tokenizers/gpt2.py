@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tost_lm.data.tokenizers.hf import HfTokenizer
-from tost_lm.errors import DataError, install_hint
+from tost_lm.errors import DataError, first_line, install_hint
 from tost_lm.files import regular_file, sha256_bytes
 
 EOT = "<|endoftext|>"
@@ -64,8 +64,7 @@ def _download(name: str, setting: str) -> Path:
     except ImportError:
         raise DataError(f"GPT-2's tokenizer needs the package tokenizers; {install_hint('hf')}") from None
     except Exception as error:  # the client raises its own errors and those of the network
-        problem = str(error).partition("\n")[0]
         raise DataError(
-            f"GPT-2's tokenizer cannot be downloaded: {problem}; set {setting} to a folder with its encoder.json and "
-            "vocab.bpe"
+            f"GPT-2's tokenizer cannot be downloaded: {first_line(error)}; set {setting} to a folder with its "
+            "encoder.json and vocab.bpe"
         ) from None

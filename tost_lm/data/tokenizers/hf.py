@@ -13,7 +13,7 @@ from typing import Any
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, Tokenizer, escape
 from tost_lm.data.tokenizers.interface import UNESCAPED as SENTENCEPIECE_UNESCAPED
 from tost_lm.data.tokenizers.lossless import FORMS, SHOWN, every_character, first_loss, in_form
-from tost_lm.errors import DataError, install_hint
+from tost_lm.errors import DataError, first_line, install_hint
 from tost_lm.files import regular_file
 
 BREAK = ESCAPE + "2"  # decodes to nothing
@@ -174,8 +174,7 @@ def _parse(text: str) -> Any:
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:
-        problem = str(error).partition("\n")[0]
-        raise DataError(f"not a tokenizer.json, or damaged: {problem}; set it to a tokenizer.json") from None
+        raise DataError(f"not a tokenizer.json, or damaged: {first_line(error)}; set it to a tokenizer.json") from None
 
 
 def _panics(tokenizers: Any, text: str) -> bool:
