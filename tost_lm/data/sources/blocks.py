@@ -22,9 +22,9 @@ def listed(names: Iterable[str]) -> str:
     return (shown[:200] + " …" if len(shown) > 200 or len(first) > 8 else shown) or "none"
 
 
-def too_long(what: str, limit: int) -> DataError:
-    """The error for a row of more than `limit` bytes."""
-    return DataError(f"{what} is longer than {limit >> 30} GiB; divide it into shorter rows")
+def too_long(what: str) -> DataError:
+    """The error for a row of more than ROW_LIMIT bytes."""
+    return DataError(f"{what} is longer than {ROW_LIMIT >> 30} GiB; divide it into shorter rows")
 
 
 def too_many_bad(where: str, reason: str, bad: int, rows: int, more: str = "") -> DataError:

@@ -104,7 +104,7 @@ def column_blocks(
     for column in columns:
         lengths = _lengths(column)
         if (lengths > ROW_LIMIT).any():
-            raise too_long(f"{where}: a text", ROW_LIMIT)
+            raise too_long(f"{where}: a text")
         ends = np.cumsum(lengths + ROW_OVERHEAD)
         begin = before = 0
         while begin < len(column):
