@@ -363,30 +363,24 @@ def pack(start_D: "np.ndarray", length_D: "np.ndarray", seq_len: int) -> Packing
     number_S = np.arange(full) - np.repeat(np.cumsum(whole_D) - whole_D, whole_D)  # of a document's full samples
     full_start_S = np.repeat(start_D, whole_D) + number_S * seq_len
     document_R = np.argsort(-rest_D, kind="stable")[: np.count_nonzero(rest_D)]
-    rest = _best_fit(rest_D[document_R].tolist(), samples - full, seq_len, padding)
-    document_S = document_R[rest.item]
-    skipped_S = whole_D[document_S] * seq_len + rest.offset
+    item_S, offset_S, rest_S, bin_S = _best_fit(rest_D[document_R].tolist(), samples - full, seq_len, padding)
+    document_S = document_R[item_S]
+    skipped_S = whole_D[document_S] * seq_len + offset_S
 
     start_S = np.concatenate([full_start_S, start_D[document_S] + skipped_S, [-1]])
-    length_S = np.concatenate([np.full(full, seq_len), rest.length, [padding]])
+    length_S = np.concatenate([np.full(full, seq_len), rest_S, [padding]])
     fresh_S = np.concatenate([number_S == 0, skipped_S == 0, [True]])
-    sample_S = np.concatenate([np.arange(full), full + rest.bin, [samples - 1]])
+    sample_S = np.concatenate([np.arange(full), full + bin_S, [samples - 1]])
     order = np.argsort(sample_S, kind="stable")[: None if padding else -1]
     first_segment = np.searchsorted(sample_S[order], np.arange(samples + 1))
     return Packing(Segments(start_S[order], length_S[order], fresh_S[order]), first_segment)
 
 
-class _Placed(NamedTuple):
-    """Each segment of an item and its bin, all [S]."""
+def _best_fit(sizes: list[int], bins: int, room: int, padding: int) -> "np.ndarray":
+    """Place items, largest first, into bins of `room`; the last bin keeps `padding` free. All bins become full.
 
-    item: "np.ndarray"
-    offset: "np.ndarray"
-    length: "np.ndarray"
-    bin: "np.ndarray"
-
-
-def _best_fit(sizes: list[int], bins: int, room: int, padding: int) -> _Placed:
-    """Place items, largest first, into bins of `room`; the last bin keeps `padding` free. All bins become full."""
+    Returns the item of each segment, its offset in the item, its length and its bin, int64 [4, S].
+    """
     gaps = _Gaps(bins, room, padding)
     placed: list[tuple[int, int, int, int]] = []
     too_large = []
@@ -401,7 +395,7 @@ def _best_fit(sizes: list[int], bins: int, room: int, padding: int) -> _Placed:
             size = min(sizes[item] - offset, gaps.largest)
             placed.append((item, offset, size, gaps.fill(size)))
             offset += size
-    return _Placed(*np.array(placed, dtype=np.int64).reshape(-1, 4).T)
+    return np.array(placed, dtype=np.int64).reshape(-1, 4).T
 
 
 class _Gaps:

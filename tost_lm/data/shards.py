@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -179,31 +179,6 @@ def _check_size(path: Path, found: int | None, size: int) -> None:
         raise DataError(f"{path}: damaged, {found} bytes instead of {size}; {AGAIN}")
 
 
-class LocalTokens:
-    """The tokens of a shard in a file [tokens]. Slices are copies: reading a map would end the process if the file is
-    truncated."""
-
-    def __init__(self, path: Path, dtype: str, start: int, size: int) -> None:
-        """The tokens begin at byte `start` of the file, which has `size` bytes."""
-        self.path, self._dtype, self._start, self._size = path, np.dtype(dtype), start, size
-
-    def __getitem__(self, wanted: slice) -> "np.ndarray":
-        """Raises DataError if the file is missing, truncated or cannot be read."""
-        place = self._start + wanted.start * self._dtype.itemsize
-        size = (wanted.stop - wanted.start) * self._dtype.itemsize
-        try:
-            file = _opened(self)
-            data = os.pread(file.number, size, place)
-            while len(data) < size:  # truncated, or more than one read returns
-                _check_size(self.path, os.fstat(file.number).st_size, self._size)
-                data += os.pread(file.number, size - len(data), place + len(data))
-        except FileNotFoundError:
-            raise DataError(f"{self.path}: missing; {AGAIN}") from None
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read: {error.strerror}; {AGAIN}") from None
-        return np.frombuffer(data, self._dtype)
-
-
 class _OpenFile:
     """It is closed when no thread uses it any more."""
 
@@ -213,40 +188,13 @@ class _OpenFile:
 
 
 @lru_cache(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # of a corpus of more shards, those used last stay open
-def _opened(tokens: LocalTokens) -> _OpenFile:
-    return _OpenFile(tokens.path)
-
-
-class RemoteTokens:
-    """The tokens of a shard at a URL [tokens]. Slices are copies."""
-
-    def __init__(self, url: RemotePath, dtype: str, start: int, tokens: int, hashes: Sequence[str]) -> None:
-        """The tokens begin at byte `start` of the file; each block of HASH_BLOCK_BYTES has one of the `hashes`."""
-        self.itemsize = np.dtype(dtype).itemsize
-        self._url, self._dtype, self._hashes = url, dtype, hashes
-        self._start, self._stop = start, start + tokens * self.itemsize
-        self._cache = blocks_folder()
-
-    def __getitem__(self, wanted: slice) -> "np.ndarray":
-        """Raises StorageError."""
-        begin, end = wanted.start * self.itemsize, wanted.stop * self.itemsize
-        firsts = range(begin - begin % HASH_BLOCK_BYTES, end, HASH_BLOCK_BYTES)
-        parts = [
-            read_block(self.block(first // HASH_BLOCK_BYTES), max(begin - first, 0), min(end - first, HASH_BLOCK_BYTES))
-            for first in firsts
-        ]
-        return np.frombuffer(b"".join(parts), self._dtype)
-
-    def block(self, number: int) -> RemoteBlock:
-        """Where block `number` is."""
-        first = self._start + number * HASH_BLOCK_BYTES
-        xxh3 = self._hashes[number]
-        stop = min(first + HASH_BLOCK_BYTES, self._stop)
-        return RemoteBlock(self._url, first, stop, xxh3, f"{self._cache}/{xxh3[:2]}/{xxh3}")
+def _opened(shard: "TokenShard") -> _OpenFile:
+    return _OpenFile(shard.path)
 
 
 class TokenShard:
-    """The tokens of one shard [tokens], local or at a URL. Slices are read-only copies. Threads may share it.
+    """The tokens of one shard [tokens], in a file or at a URL. Threads may share it. Slices are read-only copies:
+    reading a map would end the process if the file is truncated.
 
     A block is checked once, before its first use: against its hash, and its ids against the vocabulary. Later changes
     of the block are not seen.
@@ -254,26 +202,26 @@ class TokenShard:
 
     def __init__(self, folder: Path, entry: dict[str, Any], dtype: str, vocab_size: int) -> None:
         """`entry` of the manifest. Raises DataError if the file is missing or has another size."""
-        self._path, self._tokens, self._hashes = folder / f"{entry['name']}.bin", entry["tokens"], entry["bin_xxh3"]
-        self._bytes, self._vocab_size = file_sizes(entry, dtype)[0], vocab_size
-        itemsize = np.dtype(dtype).itemsize
-        self._start = entry["linked"]["first_token"] * itemsize if "linked" in entry else 0
-        self._block_tokens = HASH_BLOCK_BYTES // itemsize
+        self.path, self._tokens, self._hashes = folder / f"{entry['name']}.bin", entry["tokens"], entry["bin_xxh3"]
+        self._dtype, self._vocab_size = np.dtype(dtype), vocab_size
+        self._bytes = file_sizes(entry, dtype)[0]
+        self._start = entry["linked"]["first_token"] * self._dtype.itemsize if "linked" in entry else 0
+        self._block_tokens = HASH_BLOCK_BYTES // self._dtype.itemsize
         self._checked = bytearray(-(-self._tokens // self._block_tokens))
+        self.is_remote = isinstance(self.path, RemotePath)
+        """Whether it is at a URL."""
+        self._cache = blocks_folder() if self.is_remote else ""
         self._check_size()
-        if isinstance(self._path, RemotePath):
-            self._array = RemoteTokens(self._path, dtype, self._start, self._tokens, self._hashes)
-        else:
-            self._array = LocalTokens(self._path, dtype, self._start, self._bytes)
 
     def __len__(self) -> int:
         return self._tokens
 
     def __getitem__(self, wanted: slice) -> "np.ndarray":
-        """Raises DataError if a block of these tokens is damaged; names the file and the byte range."""
+        """Raises DataError if the file is missing, truncated or cannot be read, or a block of these tokens is damaged;
+        names the file and the byte range. Of a URL raises StorageError."""
         start, stop, _ = wanted.indices(self._tokens)
         self._check(start, stop)
-        return self._array[start:stop]
+        return self._read(start, stop)
 
     def verify(self) -> None:
         """Check all blocks. Raises DataError as a slice."""
@@ -281,21 +229,44 @@ class TokenShard:
         for start in range(0, self._tokens, step):
             self._check(start, min(start + step, self._tokens))
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether it is at a URL."""
-        return isinstance(self._path, RemotePath)
-
     def missing(self, start: int, stop: int) -> list[RemoteBlock]:
         """The blocks of the tokens [start, stop) that are at a URL and not in the cache."""
-        if not isinstance(self._array, RemoteTokens):
-            return []
-        blocks = map(self._array.block, range(*self._blocks_of(start, stop)))
+        blocks = map(self._remote_block, range(*self._blocks_of(start, stop))) if self.is_remote else ()
         return [block for block in blocks if not os.path.exists(block.cached)]
 
+    def _read(self, start: int, stop: int) -> "np.ndarray":
+        """The tokens [start, stop), not checked."""
+        begin, end = start * self._dtype.itemsize, stop * self._dtype.itemsize
+        if not self.is_remote:
+            return np.frombuffer(self._read_file(self._start + begin, end - begin), self._dtype)
+        parts = []
+        for first in range(begin - begin % HASH_BLOCK_BYTES, end, HASH_BLOCK_BYTES):
+            block = self._remote_block(first // HASH_BLOCK_BYTES)
+            parts.append(read_block(block, max(begin - first, 0), min(end - first, HASH_BLOCK_BYTES)))
+        return np.frombuffer(b"".join(parts), self._dtype)
+
+    def _read_file(self, place: int, size: int) -> bytes:
+        try:
+            file = _opened(self)
+            data = os.pread(file.number, size, place)
+            while len(data) < size:  # truncated, or more than one read returns
+                _check_size(self.path, os.fstat(file.number).st_size, self._bytes)
+                data += os.pread(file.number, size - len(data), place + len(data))
+        except FileNotFoundError:
+            raise DataError(f"{self.path}: missing; {AGAIN}") from None
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror}; {AGAIN}") from None
+        return data
+
+    def _remote_block(self, number: int) -> RemoteBlock:
+        assert isinstance(self.path, RemotePath)
+        first, xxh3 = self._start + number * HASH_BLOCK_BYTES, self._hashes[number]
+        stop = min(first + HASH_BLOCK_BYTES, self._start + self._tokens * self._dtype.itemsize)
+        return RemoteBlock(self.path, first, stop, xxh3, f"{self._cache}/{xxh3[:2]}/{xxh3}")
+
     def _check_size(self) -> None:
-        if not isinstance(self._path, RemotePath):
-            _check_size(self._path, _size(self._path), self._bytes)
+        if not self.is_remote:
+            _check_size(self.path, _size(self.path), self._bytes)
 
     def _blocks_of(self, start: int, stop: int) -> tuple[int, int]:
         """The first block of the tokens [start, stop), and the block after the last one."""
@@ -313,21 +284,21 @@ class TokenShard:
         self._check_size()
         first = block * self._block_tokens
         stop = min(first + self._block_tokens, self._tokens)
-        tokens = self._array[first:stop]
+        tokens = self._read(first, stop)
         start = self._start + first * tokens.itemsize
         if xxhash.xxh3_128_hexdigest(tokens.data) != self._hashes[block]:
-            if not isinstance(self._array, RemoteTokens):
+            if not self.is_remote:
                 raise DataError(
-                    f"{self._path}: damaged between bytes {start:,} and {start + tokens.nbytes:,}, their hash differs "
+                    f"{self.path}: damaged between bytes {start:,} and {start + tokens.nbytes:,}, their hash differs "
                     f"from the manifest; {AGAIN}"
                 )
-            Path(self._array.block(block).cached).unlink(missing_ok=True)  # a damaged copy; a new one is hashed
-            tokens = self._array[first:stop]
+            Path(self._remote_block(block).cached).unlink(missing_ok=True)  # a damaged copy; a new one is hashed
+            tokens = self._read(first, stop)
         unsigned = tokens.view(f"u{tokens.itemsize}")
         if unsigned.max() >= self._vocab_size:
             place = int(unsigned.argmax())
             raise DataError(
-                f"{self._path}: token id {tokens[place]} at byte {start + place * tokens.itemsize:,} is not in the "
+                f"{self.path}: token id {tokens[place]} at byte {start + place * tokens.itemsize:,} is not in the "
                 f"vocabulary of {self._vocab_size:,}; {AGAIN}"
             )
         self._checked[block] = 1
@@ -367,19 +338,12 @@ class Concatenation:
 COUNTED_TOKENS = 1 << 24  # at once, to bound memory
 
 
-class Bucket(NamedTuple):
-    """Number of documents of `shortest` to `longest` tokens, including the end-of-text id."""
-
-    shortest: int
-    longest: int
-    documents: int
-
-
-def length_histogram(lengths: "np.ndarray") -> list[Bucket]:
-    """Buckets by powers of 2, from the shortest document to the longest. `lengths` [documents] ≥ 1."""
+def length_histogram(lengths: "np.ndarray") -> list[tuple[int, int, int]]:
+    """The shortest and the longest length of each bucket by powers of 2, and its number of documents. `lengths`
+    [documents] ≥ 1, including end-of-text ids."""
     exponents = np.frexp(lengths)[1] - 1  # 2^e ≤ length < 2^(e + 1), exactly
     counts = np.bincount(exponents)
-    return [Bucket(1 << e, (2 << e) - 1, int(counts[e])) for e in range(int(exponents.min()), len(counts))]
+    return [(1 << e, (2 << e) - 1, int(counts[e])) for e in range(int(exponents.min()), len(counts))]
 
 
 def token_counts(shards: Shards, split: str) -> "np.ndarray":

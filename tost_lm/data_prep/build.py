@@ -150,7 +150,9 @@ def build_shards(
             temp.mkdir(exist_ok=True)
             if not _finished(temp, wanted):
                 if token_files(config.corpus.source):
-                    _link(config, tokenizer, temp, wanted)
+                    _remove(temp, "*")
+                    write_atomically(temp / tokenizer.file_name, tokenizer.model_bytes)
+                    _finish(config, temp, wanted | link_tokens(config, temp))
                 else:
                     _build(config, tokenizer, temp, wanted, report, partitions)
             manifest = read_manifest(temp)
@@ -270,18 +272,6 @@ def _build(
     if journal.bad:
         write_rows(temp / BAD_ROWS, journal.bad)
     _finish(config, temp, {**wanted, "rows": journal.rows, "splits": splits})
-
-
-def _link(
-    config: DataPrepConfig,
-    tokenizer: Tokenizer,
-    temp: Path,
-    wanted: dict[str, Any],
-) -> None:
-    """Link token files instead."""
-    _remove(temp, "*")
-    write_atomically(temp / tokenizer.file_name, tokenizer.model_bytes)
-    _finish(config, temp, wanted | link_tokens(config, temp)._asdict())
 
 
 def _finish(config: DataPrepConfig, temp: Path, content: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
@@ -13,17 +13,11 @@ from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import regular_file
 
 
-class Linked(NamedTuple):
-    """What the manifest of linked token files records."""
-
-    dtype: str
-    rows: dict[str, int]
-    splits: dict[str, Any]
-
-
-def link_tokens(config: DataPrepConfig, folder: Path) -> Linked:
+def link_tokens(config: DataPrepConfig, folder: Path) -> dict[str, Any]:
     """Link the token files of `corpus.source` in `folder`. Each file is divided on its own, as Megatron's --split does:
     first the training documents, then those for validation, then those for testing.
+
+    Returns what the manifest records of them.
 
     Raises:
         ConfigError: a setting that needs text.
@@ -78,7 +72,8 @@ def link_tokens(config: DataPrepConfig, folder: Path) -> Linked:
         for split, of_split in shards.items()
     }
     documents = sum(entry["documents"] for entry in splits.values())
-    return Linked(dtypes[0], {"read": documents + empty, "bad": 0, "left_out": empty}, splits)
+    rows = {"read": documents + empty, "bad": 0, "left_out": empty}
+    return {"dtype": dtypes[0], "rows": rows, "splits": splits}
 
 
 def _bounds(corpus: CorpusConfig, documents: int) -> list[int]:

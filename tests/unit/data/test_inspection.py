@@ -12,10 +12,10 @@ from tost_lm.data.shards import Shards, length_histogram, token_counts
 def test_buckets_count_every_document_once():
     lengths = np.concatenate([np.arange(1, 20), [2**30 - 1, 2**30, 2**31 - 1]]).astype(np.int32)
     buckets = length_histogram(lengths)
-    for bucket in buckets:
-        assert bucket.documents == np.count_nonzero((lengths >= bucket.shortest) & (lengths <= bucket.longest))
-    assert sum(bucket.documents for bucket in buckets) == len(lengths)
-    assert [bucket.shortest for bucket in buckets] == [2**e for e in range(31)]
+    for shortest, longest, documents in buckets:
+        assert documents == np.count_nonzero((lengths >= shortest) & (lengths <= longest))
+    assert sum(documents for _, _, documents in buckets) == len(lengths)
+    assert [shortest for shortest, _, _ in buckets] == [2**e for e in range(31)]
     assert length_histogram(np.array([5, 6]))[0] == (4, 7, 2)
 
 

@@ -60,10 +60,9 @@ def show_split(shards: Shards, config: InspectConfig) -> None:
         f"longest {lengths.max():,}"
     )
     buckets = length_histogram(lengths)
-    most = max(bucket.documents for bucket in buckets)
-    for bucket in buckets:
-        bar = "█" * round(BAR * bucket.documents / most)
-        print(f"{bucket.shortest:>12,} to {bucket.longest:>12,} {bucket.documents:>12,} {bar}")
+    most = max(documents for _, _, documents in buckets)
+    for shortest, longest, documents in buckets:
+        print(f"{shortest:>12,} to {longest:>12,} {documents:>12,} {'█' * round(BAR * documents / most)}")
 
     sizes = context_sizes(config.seq_len)
     print(f"\nlabels that see at least so many tokens of their own document, with inspect.seq_len {config.seq_len:,}:")
