@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,34 +59,30 @@ class BusyError(DataError):
     """Another process builds the folder."""
 
 
+@dataclass
 class Journal:
     """The position to resume from, and the counts of rows so far."""
 
-    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
-        """A journal of a new build with this `identity`."""
-        self._path = folder / JOURNAL
-        self.identity = identity
-        self.corpus_rows: int | None = None
-        """Counted before the build, if the split needs it."""
-        self.position: Position | None = None
-        """Where to resume reading the corpus; None: at its beginning."""
-        self.rows = {"read": 0, "bad": 0, "left_out": 0}
-        self.splits: dict[str, Any] = dict.fromkeys(SPLITS, FRESH)
-        """The last commit of each split's writer."""
-        self.bad: list[dict[str, str]] = []
-        """The sample of bad rows, in the order of the corpus."""
+    identity: dict[str, Any]
+    """Of the build."""
+    corpus_rows: int | None = None
+    """Counted before the build, if the split needs it."""
+    position: Position | None = None
+    """Where to resume reading the corpus; None: at its beginning."""
+    rows: dict[str, int] = field(default_factory=lambda: {"read": 0, "bad": 0, "left_out": 0})
+    splits: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(SPLITS, FRESH))
+    """The last commit of each split's writer."""
+    bad: list[dict[str, str]] = field(default_factory=list)
+    """The sample of bad rows, in the order of the corpus."""
 
     @classmethod
-    def read(cls, folder: Path, identity: dict[str, Any]) -> "Journal | None":
-        """The journal in a folder; None if it is missing, damaged or of another identity."""
+    def read(cls, folder: Path, identity: dict[str, Any]) -> "Journal":
+        """The journal in a folder; a new one if it is missing, damaged or of another identity."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             content = json.loads(regular_file(folder / JOURNAL).read_bytes())
             if content["identity"] == identity:
-                journal = cls(folder, identity)
-                journal.corpus_rows, journal.position = content["corpus_rows"], Position(*content["position"])
-                journal.rows, journal.splits, journal.bad = content["rows"], content["splits"], content["bad"]
-                return journal
-        return None
+                return cls(**{**content, "position": Position(*content["position"])})
+        return cls(identity)
 
     def count(self, block: CorpusBlock | Joined, encoded: Encoded) -> None:
         """Add the rows of a block to the counts, and its bad rows to the sample."""
@@ -98,18 +95,10 @@ class Journal:
             kept = sorted(range(len(hashes)), key=hashes.__getitem__)[:BAD_ROWS_KEPT]
             self.bad = [self.bad[number] for number in sorted(kept)]
 
-    def commit(self, writers: dict[str, SplitWriter]) -> None:
-        """Flush the shards to disk, then record their sizes."""
+    def commit(self, folder: Path, writers: dict[str, SplitWriter]) -> None:
+        """Flush the shards to disk, then record their sizes in a folder."""
         self.splits = {split: writer.commit() for split, writer in writers.items()}
-        content = {
-            "identity": self.identity,
-            "corpus_rows": self.corpus_rows,
-            "position": self.position,
-            "rows": self.rows,
-            "splits": self.splits,
-            "bad": self.bad,
-        }
-        write_atomically(self._path, json.dumps(content))
+        write_atomically(folder / JOURNAL, json.dumps(vars(self)))
 
 
 COMMIT_SECONDS = 1.0
@@ -216,9 +205,8 @@ def _build(
     """Read, tokenize and write up to the manifest; resumes from the journal of an earlier build."""
     recorded = {**wanted, "partitions": len(partitions)}  # a position in the corpus is none in its partitions
     journal = Journal.read(temp, recorded)
-    if journal is None:
+    if journal.position is None:
         _remove(temp, "*")
-        journal = Journal(temp, recorded)
     write_atomically(temp / tokenizer.file_name, tokenizer.model_bytes)
     if config.corpus.split == "nanogpt" and journal.corpus_rows is None:
         journal.corpus_rows = count_rows(config.corpus)
@@ -254,7 +242,7 @@ def _build(
                 _check_bad_rows(config, journal, temp, EARLY_BAD_ROWS)
                 report(progress(block.fraction_read))
                 if time.monotonic() - committed > COMMIT_SECONDS:
-                    journal.commit(writers)
+                    journal.commit(temp, writers)
                     committed = time.monotonic()
         _check_bad_rows(config, journal, temp, EARLY_BAD_ROWS if config.shards.partition else 0)
         if journal.corpus_rows not in (None, journal.rows["read"]):
@@ -264,7 +252,7 @@ def _build(
             )
         if fingerprint(config.corpus) != wanted["source_fingerprint"]:
             raise corpus_changed(config.corpus)
-        journal.commit(writers)
+        journal.commit(temp, writers)
         splits = {split: writer.finish() for split, writer in writers.items()}
     finally:
         for writer in writers.values():
