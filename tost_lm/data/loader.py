@@ -9,8 +9,8 @@ C corpora, P positions in a cycle.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, chain, count, pairwise, takewhile
 from operator import mul
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tost_lm.data.samples import ConcatenatedSamples, Earlier, Order, PackedSamples, Segments, permuted
+from tost_lm.data.samples import SAMPLES, ConcatenatedSamples, Earlier, Order, PackedSamples, Segments, permuted
 from tost_lm.data.shards import Concatenation, Shards
 from tost_lm.data.stages import Packing, StageRecord, StageSource, phases
 from tost_lm.data.tokenizers import Tokenizer
@@ -254,9 +254,12 @@ class TrainingBatches:
         numbers = {source.fingerprint: 0 for stage in stages for source in stage.sources}  # in this order
         numbers |= {one.fingerprint: 0 for one in corpora.shards}
         placed = []
-        for one, tokens in zip(corpora.shards, tokens_of, strict=True):
-            build = partial(_build_samples, one.lengths(documents), tokens, [*numbers].index(one.fingerprint), seed)
-            placed.append(_place(one.fingerprint, read, seed, build) if read else (build(seq_len, packing, None), 0))
+        for one in corpora.shards:
+            lengths, number = one.lengths(documents), [*numbers].index(one.fingerprint)
+            if read:
+                placed.append(_place(one.fingerprint, read, lengths, number, seed))
+            else:
+                placed.append((SAMPLES[packing](lengths, seq_len, number, seed), 0))
         self._samples = [samples for samples, _ in placed]
         self._first_numbers = np.array([number for _, number in placed])
         self._shard, self._packed = shard, packing == "best-fit"
@@ -317,13 +320,9 @@ class TrainingBatches:
             chosen = np.flatnonzero(corpus_N == corpus)
             if corpus < 0:
                 shape = len(chosen)
-                padding = Segments(
-                    np.full(shape, self._first_tokens[-1]), np.full(shape, self._seq_len), np.ones(shape, bool)
-                )
-                found.append(padding)
-                numbers.append(chosen)
-                continue
-            segments = self._samples[corpus].segments(number_N[chosen])
+                segments = Segments(np.full(shape, -1), np.full(shape, self._seq_len), np.ones(shape, bool))
+            else:
+                segments = self._samples[corpus].segments(number_N[chosen])
             start_S = np.where(segments.start < 0, self._first_tokens[-1], segments.start + self._first_tokens[corpus])
             found.append(segments._replace(start=start_S))
             numbers.append(chosen[(np.cumsum(segments.length) - segments.length) // self._seq_len])
@@ -344,32 +343,19 @@ class TrainingBatches:
         return tokens, labels
 
 
-def _build_samples(
-    lengths: "Sequence[np.ndarray]",
-    tokens: int,
-    number: int,
-    seed: int,
-    seq_len: int,
-    packing: Packing,
-    earlier: Earlier | None,
-) -> ConcatenatedSamples | PackedSamples:
-    """The samples of source `number` of the run, in the order of their first use."""
-    if packing == "best-fit":
-        return PackedSamples(lengths, seq_len, number, seed, earlier)
-    return ConcatenatedSamples(tokens, seq_len, number, seed, earlier)
-
-
 def _place(
     fingerprint: str,
     read: Sequence[tuple[StageRecord, int]],
+    lengths: "Sequence[np.ndarray]",
+    source: int,
     seed: int,
-    build: Callable[[int, Packing, Earlier | None], ConcatenatedSamples | PackedSamples],
 ) -> tuple[ConcatenatedSamples | PackedSamples, int]:
     """The samples of a source in the last phase, and the number of its first sample there.
 
     Args:
         read: `phases` of the run.
-        build: makes the samples of a length and a packing.
+        lengths: of its documents, of each shard.
+        source: its number in the run, in the order of the first use.
     """
     samples, kind, number, orders = None, None, 0, 0
     for phase, samples_there in read:
@@ -379,7 +365,7 @@ def _place(
         if kind != (phase.seq_len, phase.packing):
             earlier = Earlier(orders, samples.read(number)) if samples else None
             kind, number, orders = (phase.seq_len, phase.packing), 0, orders + 1
-            samples = build(phase.seq_len, phase.packing, earlier)
+            samples = SAMPLES[phase.packing](lengths, phase.seq_len, source, seed, earlier)
         if phase is not read[-1][0]:
             mixture = Mixture([source.weight for source in phase.sources], seed)
             number += int(mixture.samples_before(samples_there)[names.index(fingerprint)])

@@ -130,13 +130,17 @@ class ConcatenatedSamples:
     `earlier`, the samples with the most unread tokens come first in the first epoch, which takes 8 bytes a sample.
     """
 
-    def __init__(self, tokens: int, seq_len: int, corpus: int, seed: int, earlier: Earlier | None = None) -> None:
-        self._tokens, self._seq_len = tokens, seq_len
+    def __init__(
+        self, lengths: "Sequence[np.ndarray]", seq_len: int, corpus: int, seed: int, earlier: Earlier | None = None
+    ) -> None:
+        """`lengths`: tokens of each document of each shard, including end-of-text ids, [D]."""
+        self._tokens = sum(int(length_D.sum(dtype=np.int64)) for length_D in lengths)
+        self._seq_len = seq_len
         self._corpus, self._seed, self._earlier = corpus, seed, earlier
         self._first_epoch = None
         if earlier:
             window_N = self._shuffled(np.arange(len(self)), 0)
-            end_N = np.minimum((window_N + 1) * seq_len, tokens)
+            end_N = np.minimum((window_N + 1) * seq_len, self._tokens)
             read_N = earlier.read.within(window_N * seq_len, end_N)
             self._first_epoch = window_N[np.argsort(read_N, kind="stable")]
 
@@ -202,14 +206,9 @@ class PackedSamples:
     """
 
     def __init__(
-        self,
-        lengths: "Sequence[np.ndarray]",
-        seq_len: int,
-        corpus: int,
-        seed: int,
-        earlier: Earlier | None = None,
+        self, lengths: "Sequence[np.ndarray]", seq_len: int, corpus: int, seed: int, earlier: Earlier | None = None
     ) -> None:
-        """`lengths`: tokens of each document of each shard, including end-of-text ids, [D]."""
+        """As of `ConcatenatedSamples`."""
         self._lengths = Concatenation(lengths)
         self._seq_len, self._corpus, self._seed, self._earlier = seq_len, corpus, seed, earlier
         self._blocks = Blocks.of(lengths)
@@ -297,6 +296,10 @@ class PackedSamples:
         skipped_K = self._blocks.first_token[block_K] - (np.cumsum(tokens_K) - tokens_K)
         start_D = np.cumsum(length_D) - length_D + np.repeat(skipped_K, documents_K)
         return pack(start_D, length_D, self._seq_len)
+
+
+SAMPLES = {"concatenated": ConcatenatedSamples, "best-fit": PackedSamples}
+"""The samples of each kind of packing."""
 
 
 def group_tokens(seq_len: int) -> int:

@@ -21,7 +21,7 @@ def of_sample(samples: ConcatenatedSamples, number: int) -> list[int]:
 
 
 def test_samples_are_windows_and_the_last_one_is_padded():
-    samples = ConcatenatedSamples(10, 4, 0, 0)
+    samples = ConcatenatedSamples([np.array([10])], 4, 0, 0)
     found = {tuple(of_sample(samples, number)) for number in range(len(samples))}
     assert found == {(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, -1, -1)}
     segments = samples.segments(np.arange(3))
@@ -32,7 +32,7 @@ def test_samples_are_windows_and_the_last_one_is_padded():
 
 @given(st.integers(0, 2**63 - 1), st.integers(1, 200), st.integers(1, 20))
 def test_each_token_is_a_label_once_per_epoch(seed: int, tokens: int, seq_len: int):
-    samples = ConcatenatedSamples(tokens, seq_len, 0, seed)
+    samples = ConcatenatedSamples([np.array([tokens])], seq_len, 0, seed)
     assert len(samples) == -(-tokens // seq_len)
     for epoch in range(3):
         labels = labels_of(samples.segments(np.arange(epoch * len(samples), (epoch + 1) * len(samples))))
@@ -41,7 +41,7 @@ def test_each_token_is_a_label_once_per_epoch(seed: int, tokens: int, seq_len: i
 
 
 def test_a_sample_does_not_depend_on_other_samples():
-    samples = ConcatenatedSamples(1003, 10, 0, 7)
+    samples = ConcatenatedSamples([np.array([1003])], 10, 0, 7)
     whole = samples.segments(np.arange(300))
     found = [samples.segments(x) for x in np.array_split(np.arange(300), 7)]
     for x, xs in zip(whole, zip(*found, strict=True), strict=True):
@@ -49,8 +49,9 @@ def test_a_sample_does_not_depend_on_other_samples():
 
 
 def test_seeds_corpora_and_epochs_have_different_orders():
+    lengths, number_N = [np.array([100])], np.arange(100)
     orders = {
-        tuple(ConcatenatedSamples(100, 1, corpus, seed).segments(np.arange(100) + 100 * epoch).start.tolist())
+        tuple(ConcatenatedSamples(lengths, 1, corpus, seed).segments(number_N + 100 * epoch).start.tolist())
         for corpus in range(2) for seed in range(3) for epoch in range(2)
     }  # fmt: skip
     assert len(orders) == 12
