@@ -154,7 +154,7 @@ class Shards:
         return (tokenizer.decode(ids.tolist()) for ids in self.documents(split))
 
     def bad_rows(self) -> list[dict[str, str]]:
-        """A sample of the unreadable rows: `where` and `reason` of each."""
+        """The first unreadable rows: `where` and `reason` of each."""
         path = self._files / BAD_ROWS
         return [json.loads(line) for line in regular_file(path).read_text().splitlines()] if path.is_file() else []
 

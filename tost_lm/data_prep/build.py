@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import xxhash
-
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.shard_format import (
     BAD_ROWS,
@@ -73,7 +71,7 @@ class Journal:
     splits: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(SPLITS, FRESH))
     """The last commit of each split's writer."""
     bad: list[dict[str, str]] = field(default_factory=list)
-    """The sample of bad rows, in the order of the corpus."""
+    """The first bad rows, BAD_ROWS_KEPT at most."""
 
     @classmethod
     def read(cls, folder: Path, identity: dict[str, Any]) -> "Journal":
@@ -85,15 +83,11 @@ class Journal:
         return cls(identity)
 
     def count(self, block: CorpusBlock | Joined, encoded: Encoded) -> None:
-        """Add the rows of a block to the counts, and its bad rows to the sample."""
+        """Add the rows of a block to the counts, and its bad rows to the first ones."""
         self.position = block.end
         self.rows = {what: number + encoded.rows.get(what, 0) for what, number in self.rows.items()}
-        self.bad += [{"where": row.where, "reason": row.reason} for row in encoded.bad]
-        if len(self.bad) > BAD_ROWS_KEPT:
-            # The rows with the smallest hashes are a uniform sample of any number of rows.
-            hashes = [xxhash.xxh3_64_intdigest(row["where"].encode()) for row in self.bad]
-            kept = sorted(range(len(hashes)), key=hashes.__getitem__)[:BAD_ROWS_KEPT]
-            self.bad = [self.bad[number] for number in sorted(kept)]
+        bad = [{"where": row.where, "reason": row.reason} for row in encoded.bad]
+        self.bad = [*self.bad, *bad][:BAD_ROWS_KEPT]
 
     def commit(self, folder: Path, writers: dict[str, SplitWriter]) -> None:
         """Flush the shards to disk, then record their sizes in a folder."""
@@ -277,7 +271,7 @@ def _check_bad_rows(config: DataPrepConfig, journal: Journal, temp: Path, more: 
         return
     write_rows(temp / BAD_ROWS, journal.bad)
     first = journal.bad[0]
-    raise too_many_bad(first["where"], first["reason"], bad, read, f" (sample: {temp / BAD_ROWS})")
+    raise too_many_bad(first["where"], first["reason"], bad, read, f" (the first: {temp / BAD_ROWS})")
 
 
 def _check_splits(config: DataPrepConfig, splits: dict[str, Any]) -> None:
