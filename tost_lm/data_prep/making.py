@@ -10,7 +10,7 @@ from tost_lm.data.shards import Shards
 from tost_lm.data.sources import left_out_files
 from tost_lm.data.tokenizers import Tokenizer, make_tokenizer
 from tost_lm.data_prep.build import BuildProgress, build_shards, building_folder, identity, recover_folder
-from tost_lm.data_prep.partitions import open_partitions
+from tost_lm.data_prep.partitions import open_partitions, with_partition
 from tost_lm.errors import DataError
 from tost_lm.progress import ProgressBar
 
@@ -73,13 +73,13 @@ def make_shards(config: DataPrepConfig, partitions: Callable[[], Sequence[Shards
 def checked_partitions(config: DataPrepConfig) -> list[Shards]:
     """The shards of all partitions, in order. Raises DataError as `open_partitions`, or if one has other settings."""
     found, tokenizer = open_partitions(config), make_tokenizer(config)
-    for one, _ in found:
-        if problem := difference(one, tokenizer):
+    for number, shards in enumerate(found):
+        if problem := difference(with_partition(config, (number, len(found))), tokenizer):
             raise DataError(
-                f"{one.shards.folder}: {problem}; build it again with tost prepare shards "
-                f"shards.partition={one.shards.partition} shards.rebuild=true"
+                f"{shards.folder}: {problem}; build it again with tost prepare shards "
+                f"shards.partition={number}/{len(found)} shards.rebuild=true"
             )
-    return [shards for _, shards in found]
+    return found
 
 
 def difference(config: DataPrepConfig, tokenizer: Tokenizer) -> str | None:

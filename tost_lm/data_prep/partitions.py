@@ -52,8 +52,8 @@ def in_partition(config: DataPrepConfig, environment: Mapping[str, str] = os.env
     return with_partition(config, chosen)
 
 
-def open_partitions(config: DataPrepConfig) -> list[tuple[DataPrepConfig, Shards]]:
-    """The settings and shards of each of the partitions, in order; of several complete sets, the one of fewest.
+def open_partitions(config: DataPrepConfig) -> list[Shards]:
+    """The shards of each of the partitions, in order; of several complete sets, the one of fewest.
 
     Raises:
         DataError: there are none, some are missing, or one is damaged.
@@ -68,8 +68,7 @@ def open_partitions(config: DataPrepConfig) -> list[tuple[DataPrepConfig, Shards
         raise DataError(
             f"{home}: partitions are missing: {named}; build each with tost prepare shards, shards.partition=i/n"
         )
-    configs = [with_partition(config, (number, count)) for number in range(count)]
-    return [(one, Shards.open(one.shards.folder)) for one in configs]
+    return [Shards.open(_folder(config, number, count)) for number in range(count)]
 
 
 class Joined(NamedTuple):

@@ -43,7 +43,7 @@ def settings(corpus: Path, folder: Path, **more: Any) -> DataPrepConfig:
 
 
 def merge(config: DataPrepConfig, built: Built) -> None:
-    build_shards(config, built.tokenizer, partitions=[shards for _, shards in open_partitions(config)])
+    build_shards(config, built.tokenizer, partitions=open_partitions(config))
 
 
 @pytest.mark.parametrize("count", [2, 3, pytest.param(12, marks=pytest.mark.quick)])
@@ -64,7 +64,7 @@ def test_a_stopped_merge_resumes_to_the_same_bytes(built: Built, corpus, tmp_pat
     config = settings(corpus, tmp_path / "shards")
     for number in range(2):
         build_shards(with_partition(config, (number, 2)), built.tokenizer)
-    partitions = [shards for _, shards in open_partitions(config)]
+    partitions = open_partitions(config)
     for stop, joined in ((5, []), (3, partitions), (2, partitions), (5, partitions)):  # the first reads the corpus
         reports = iter(range(stop))
 
@@ -88,7 +88,7 @@ def test_missing_partitions_are_named(built: Built, corpus, tmp_path):
         open_partitions(config)
     for number in range(2):
         build_shards(with_partition(config, (number, 2)), built.tokenizer)
-    assert [one.shards.partition for one, _ in open_partitions(config)] == ["0/2", "1/2"]
+    assert [shards.folder.name for shards in open_partitions(config)] == ["0-of-2", "1-of-2"]
 
 
 @pytest.mark.parametrize("ending", ["bin", "idx", "text_bytes"])
@@ -96,7 +96,7 @@ def test_a_damaged_partition_is_refused_and_found_by_its_own_build(built: Built,
     config = settings(corpus, tmp_path / "shards")
     for number in range(2):
         build_shards(with_partition(config, (number, 2)), built.tokenizer)
-    ((_, shards), _) = open_partitions(config)
+    shards, _ = open_partitions(config)
     path = shards.folder / f"train_00000.{ending}"
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
