@@ -74,10 +74,9 @@ class TokenizerConfig(Section):
 
     @model_validator(mode="after")
     def _check_kind(self) -> "TokenizerConfig":
-        if self.kind == "sentencepiece" and self.path is None:
-            raise ValueError("tokenizer.path: not set; set it to the SentencePiece model, or set tokenizer.kind=gpt2")
-        if self.kind == "hf" and self.path is None:
-            raise ValueError("tokenizer.path: not set; set it to a tokenizer.json")
+        if self.path is None and self.kind != "gpt2":
+            file = "a tokenizer.json" if self.kind == "hf" else "the SentencePiece model"
+            raise ValueError(f"tokenizer.path: not set; set it to {file}, or set tokenizer.kind=gpt2")
         if self.path is not None and not self.path.name:
             raise ValueError(f"tokenizer.path {self.path}: not a file name; add one, for example tokenizer.model")
         if isinstance(self.path, RemotePath) and self.vocab_size:

@@ -234,8 +234,7 @@ class Splitter:
         """
         self._valid_rows: frozenset[int] | None = None
         if corpus.split == "nanogpt":
-            if rows is None:
-                raise ValueError("split nanogpt needs the number of rows")
+            assert rows is not None
             self._valid_rows = _nanogpt_rows(rows)
         # integers, because a hash near 2**64 becomes 1.0 as a float
         self._valid_below = math.ceil(corpus.valid_fraction * 2**64)

@@ -58,12 +58,8 @@ def line_blocks(path: Path, size: int, corpus: CorpusConfig, offset: int, block_
             if not payload:
                 return
             offset += len(payload)
-            yield SourceBlock(payload, count_lines(payload), payload.count(b"\n"), offset, disk.tell())
-
-
-def count_lines(payload: bytes) -> int:
-    """Number of lines that are not blank."""
-    return sum(map(bool, map(bytes.strip, payload.split(b"\n"))))
+            rows = sum(map(bool, map(bytes.strip, payload.split(b"\n"))))  # lines that are not blank
+            yield SourceBlock(payload, rows, payload.count(b"\n"), offset, disk.tell())
 
 
 def text_blocks(path: Path, size: int, corpus: CorpusConfig, offset: int, block_bytes: int) -> Iterator[SourceBlock]:

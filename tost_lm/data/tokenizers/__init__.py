@@ -24,8 +24,7 @@ __all__ = [
     "read_tokenizer",
 ]
 
-KINDS = (SentencePieceTokenizer, HfTokenizer)
-TOKENIZER_FILES = tuple(kind.file_name for kind in KINDS)
+TOKENIZER_FILES = (SentencePieceTokenizer.file_name, HfTokenizer.file_name)
 """Possible names of a tokenizer's file in a shard folder or a checkpoint."""
 
 
@@ -53,12 +52,12 @@ def make_tokenizer(config: DataPrepConfig) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer's file: of another kind if it has the name of its files, else a SentencePiece model.
+    """Read a tokenizer's file: of kind `hf` if it has the name of its files, else a SentencePiece model.
 
     Raises:
         DataError: the file is missing, unreadable or not such a tokenizer; or its package is not installed.
     """
-    kind = {kind.file_name: kind for kind in KINDS}.get(path.name, SentencePieceTokenizer)
+    kind = HfTokenizer if path.name == HfTokenizer.file_name else SentencePieceTokenizer
     try:
         return kind(regular_file(path).read_bytes())
     except FileNotFoundError:

@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from tost_lm.data.sources.blocks import listed
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, Tokenizer, escape
 from tost_lm.data.tokenizers.interface import UNESCAPED as SENTENCEPIECE_UNESCAPED
 from tost_lm.data.tokenizers.lossless import FORMS, SHOWN, every_character, first_loss, in_form
@@ -24,7 +25,6 @@ PROBES = [
     "A Bc", "a\nb", " a", "a ", " a  b\t\r\n", "\0", "don 't, n't .", "``''\"", "é漢字😀\u0130½", "<0x0A>", SPACE_MARK,
     f"{SPACE_MARK}a {SPACE_MARK}", ESCAPE, f"{ESCAPE}0{ESCAPE}2", "\ufeffx", "\ufffd", "\u3000", "e\u0301", "\ufb01",
 ]  # fmt: skip
-LISTED = 8
 
 
 class HfTokenizer(Tokenizer):
@@ -197,5 +197,4 @@ def _choose(pipeline: Any) -> str:
     special = [token.content for token in pipeline.get_added_tokens_decoder().values() if token.special]
     if not special:
         return "it has no special tokens; add one that ends a document"
-    more = f" and {len(special) - LISTED} more" if len(special) > LISTED else ""
-    return f"set it to the token that ends a document, one of {', '.join(special[:LISTED])}{more}"
+    return f"set it to the token that ends a document, one of {listed(special)}"
