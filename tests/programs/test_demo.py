@@ -48,7 +48,7 @@ def test_the_run_stopped_and_resumed_without_a_repeated_or_missing_step(demo: Pa
 @pytest.mark.quick
 def test_the_report_has_its_figures_and_is_marked_as_a_smoke_run(demo: Path):
     page = (demo / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 3
+    assert page.count("data:image/png;base64,") == 2
     assert "smoke run, not a benchmark" in page
 
 
