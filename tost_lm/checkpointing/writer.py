@@ -34,7 +34,7 @@ from tost_lm.checkpointing.format import (
     write_failure,
     write_tensors,
 )
-from tost_lm.checkpointing.run_folder import prune, require_disk_space, step_folder
+from tost_lm.checkpointing.run_folder import prune, require_disk_space, require_disk_space_for_run, step_folder
 from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.checkpointing.uploads import Uploads
 from tost_lm.data.tokenizers import Tokenizer
@@ -79,6 +79,13 @@ class CheckpointWriter:
         self._saves, self._newest_step = 0, -1
         self.save_seconds = 0.1 + self._bytes / SLOW_DISK
         """Duration [s] of the last save, from the copy to the rename; an estimate before the first save."""
+
+    def require_disk_space(self, first_step: int, last_step: int, *, keeps_best: bool) -> None:
+        """Raises CheckpointError on rank 0 if the disk is too small for the run: see `require_disk_space_for_run`."""
+        if self._messages.rank == 0:
+            require_disk_space_for_run(
+                self._run.folder, self._settings, self._bytes, first_step, last_step, keeps_best=keeps_best
+            )
 
     def save(self, progress: Progress) -> None:
         """Wait for the previous save and save the state after a step, all ranks together. A step is saved only once.

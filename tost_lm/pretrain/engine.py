@@ -93,11 +93,21 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
 
 
 def build_writer(
-    engine: Any, run: PretrainConfig, start: StartPoint, check_folder: Callable[[], None]
+    engine: Any, run: PretrainConfig, start: StartPoint, check_folder: Callable[[], None], first_step: int = 0
 ) -> CheckpointWriter:
-    """The writer of a run's checkpoints; all ranks call it together. `run`: all settings of the run, for the record."""
+    """The writer of a run's checkpoints; all ranks call it together. The run starts after `first_step` steps.
+
+    Args:
+        run: all settings of the run, for the record.
+
+    Raises:
+        CheckpointError: the disk is too small for the run; on rank 0.
+    """
     config = start.stage.config
     card = partial(model_card, run=config.run_folder)
     uploads = Uploads(config.upload_folder, config.checkpoint) if config.upload_folder else None
     files = RunFiles(config.run_folder, check_folder, to_toml(run), start.corpora.tokenizer(), card, uploads)
-    return CheckpointWriter(engine, files, config.checkpoint, config.run.timeouts)
+    writer = CheckpointWriter(engine, files, config.checkpoint, config.run.timeouts)
+    last = run.in_stages()[-1].config.last_step
+    writer.require_disk_space(first_step, last, keeps_best=config.validation.interval is not None)
+    return writer

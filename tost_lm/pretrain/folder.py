@@ -5,14 +5,13 @@ from datetime import datetime
 from typing import Any
 
 from tost_lm.checkpointing.format import Progress
-from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, require_disk_space_for_run, step_folder
+from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, step_folder
 from tost_lm.checkpointing.uploads import set_aside
 from tost_lm.model.flops import parameters
 from tost_lm.optim.settings import warmup_steps
 from tost_lm.parallel.mesh import World
 from tost_lm.parallel.watchdog import Heartbeat
 from tost_lm.pretrain.metrics import Metrics, NullMetrics, write_run_folder
-from tost_lm.pretrain.plan.memory import checkpoint_bytes
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.start import StartPoint, require_same_checkpoints
 from tost_lm.pretrain.tiled import Tiling
@@ -24,19 +23,11 @@ NEXT_STAGE = "next stage"
 def open_folder(
     run: PretrainConfig, start: StartPoint, progress: Progress, world: World, heartbeat: Heartbeat, tiling: Tiling
 ) -> Metrics | NullMetrics:
-    """On rank 0, prepare the run folder and log the first lines. `run`: all settings of the run.
-
-    Raises:
-        CheckpointError: the disk is too small for the checkpoints of the run.
-    """
+    """On rank 0, prepare the run folder and log the first lines. `run`: all settings of the run."""
     if world.rank > 0:
         return NullMetrics()
     config = start.stage.config
     require_same_checkpoints(config, start)
-    require_disk_space_for_run(
-        config.run_folder, config.checkpoint, int(checkpoint_bytes(config)), progress.step,
-        run.in_stages()[-1].config.last_step, keeps_best=config.validation.interval is not None,
-    )  # fmt: skip
     _set_aside(config, start)
     write_run_folder(run, world.size, world.device.type)
     if world.device.type == "cuda":

@@ -92,7 +92,7 @@ class Launch:
         self.checksums = Checksums(self.engine, config.run.sdc_check_interval)
         self.profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
         self.validation = build_validation(config, corpora, self.mesh, self.tiling)
-        self.writer = build_writer(self.engine, run, start, check_folder)
+        self.writer = build_writer(self.engine, run, start, check_folder, self.progress.step)
         self.stop = StopOfRanks(graceful_stop, world.size, lambda: self.writer.seconds_to_stop)
         self.metrics = open_folder(run, start, self.progress, world, heartbeat, self.tiling)
         self.progress = replace(self.progress, wandb_run_id=self.metrics.wandb_run_id)
