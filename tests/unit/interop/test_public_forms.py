@@ -270,7 +270,7 @@ def test_only_rotary_positions_of_a_trained_model_are_limited(tmp_path: Path, ki
         assert OLMO_HYBRID.their_settings(config, 3).max_position_embeddings == positions
     theirs.save_pretrained(tmp_path)
     limit = None if kind == "OLMo-Hybrid" else 1 << 21
-    assert find_evaluated(tmp_path).load("cpu").config == (1 << 21, "olmo_hybrid", limit, None)
+    assert find_evaluated(tmp_path).load("cpu").config == (1 << 21, limit, "olmo_hybrid", None)
 
 
 def change(folder: Path, **settings: Any) -> None:
