@@ -65,10 +65,13 @@ def test_scores_do_not_depend_on_the_batch(make_model, documents, batch_tokens):
 
 
 def test_totals_have_their_denominators():
-    totals = Heldout().totals([{"tokens": 2, "bytes": 5, "nats": 2.0}, {"tokens": 1, "bytes": 7, "nats": 4.0}])
+    rows = [{"tokens": 2, "bytes": 5, "nats": 2.0}, {"tokens": 1, "bytes": 7, "nats": 4.0}]
+    totals = Heldout().totals(rows)
     assert totals["nats_per_token"] == pytest.approx(2)
     assert totals["perplexity_per_token"] == pytest.approx(math.e**2)
     assert totals["bits_per_byte"] == pytest.approx(6 / math.log(2) / 12)
+    assert totals["bits_per_byte_standard_error"] > 0
+    assert "bits_per_byte_standard_error" not in Heldout().totals(rows[:1])  # of one document, there is none
 
 
 def test_standard_error():
