@@ -79,7 +79,8 @@ def find_task(name: str, more: Mapping[str, Family] | None = None) -> tuple[Fami
                 return family, found
     tasks = [task for family in families.values() for task in family.tasks]
     known = [*GROUPS, *families, *(task.pattern or task.name for task in tasks)]
-    raise ConfigError(f"{name!r} is not a task{did_you_mean(name, known)}; choose from {', '.join(known)}")
+    shown = ", ".join([*GROUPS, *families, "the tasks that tost tasks lists"])
+    raise ConfigError(f"{name!r} is not a task{did_you_mean(name, known)}; choose from {shown}")
 
 
 def find_tasks(names: Sequence[str], more: Mapping[str, Family] | None = None) -> list[tuple[Family, Task]]:
