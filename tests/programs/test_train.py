@@ -59,7 +59,7 @@ def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(
     words = ["run.toml", "run.name=alone", "checkpoint.interval=3", "checkpoint.keep_latest_k=2", "run.log_interval=4",
              "run.profile_steps=[10, 11]"]  # fmt: skip
     said = run("tost train", *words, cwd=workplace)
-    assert f"{parameters(config.model).total / 1e6:.2f}M parameters, 1 ranks on cpu" in said
+    assert f"{parameters(config.model).total / 1e6:.2f}M parameters, 1 rank on cpu" in said
     assert [path.name for path in sorted((workplace / "runs/alone/checkpoints").iterdir())] == [
         "step_00000009", "step_00000012",
     ]  # fmt: skip

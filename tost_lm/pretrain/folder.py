@@ -127,6 +127,6 @@ def _tiles(tiling: Tiling) -> str:
 def _ranks(config: PretrainConfig, world: World) -> str:
     parallel = config.parallel
     if parallel.tensor * parallel.sequence == 1:
-        return f"{world.size} ranks"
+        return f"{world.size} ranks" if world.size > 1 else "1 rank"
     data = parallel.data_ranks(world.size)
     return f"{world.size} ranks (tensor {parallel.tensor} × sequence {parallel.sequence} × data {data})"
