@@ -28,11 +28,11 @@ DOCUMENT_TOKENS = 1128
 
 def engine_of(
     settings: ModelConfig, device: str, *, bfloat16: bool, optim: OptimConfig | None = None, seed: int = 0,
-    prepare: Callable[[TiledLM], object] = lambda model: None,
+    accumulation: int = 1, prepare: Callable[[TiledLM], object] = lambda model: None,
 ) -> Any:  # fmt: skip
     """An engine for `train_step` as `tost train` builds it; without DeepSpeed, a plain loop with float32 masters.
 
-    `prepare` changes the model in place.
+    `accumulation` micro-batches are a step. `prepare` changes the model in place.
     """
     torch.manual_seed(seed)
     optim = optim or OptimConfig()
@@ -48,7 +48,7 @@ def engine_of(
     mesh = build_mesh(start_world("cuda" if device == "cuda" else "cpu"), ParallelConfig())
     return build_engine(
         model, ADAMW.build(model, optim), mesh, ParallelConfig(),
-        micro_batch_size=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=bfloat16,
+        micro_batch_size=1, accumulation=accumulation, grad_clip=optim.grad_clip, bfloat16=bfloat16,
     )  # fmt: skip
 
 

@@ -61,16 +61,27 @@ class Sizes(NamedTuple):
 
     rows: int
     tokens: int
-    delta: tuple[int, int]
-    delta_large: tuple[int, int]
+    delta: "PackedSizes"
+    delta_large: "PackedSizes"
     decoded: int
     shape: dict[str, Any]
 
 
-SIZES = {
-    "cuda": Sizes(60, 1024, (8, 4096), (1, 8192), 64, {}),  # the micro-batches of the recipes
-    "cpu": Sizes(4, 64, (2, 128), (1, 256), 2, {"layers": 4, "heads": 8, "width": 64, "vocab_size": 256}),
-}
+class PackedSizes(NamedTuple):
+    """A step on packed documents."""
+
+    micro_batches: int
+    rows: int
+    tokens: int
+
+
+SIZES = {  # those of the recipes on 8 GPUs
+    "cuda": Sizes(60, 1024, PackedSizes(2, 8, 4096), PackedSizes(32, 1, 8192), 64, {}),
+    "cpu": Sizes(
+        4, 64, PackedSizes(2, 2, 128), PackedSizes(2, 1, 256), 2,
+        {"layers": 4, "heads": 8, "width": 64, "vocab_size": 256},
+    ),
+}  # fmt: skip
 LAUNCHES, PRODUCTS_QUEUED = 2000, 10
 STEPS = 3
 PACKED_BATCHES = 8
@@ -169,42 +180,50 @@ def training_step(device: str) -> Cells:
 
 
 def delta_step(device: str) -> Cells:
-    """The compiled steps of delta_350m and of the first stage of delta_1b_8k_128k."""
+    """The compiled steps of delta_350m and of the first stage of delta_1b_8k_128k; a plain loop with the former's
+    heads, whose kernels are then tuned."""
     sizes = SIZES[device]
-    for preset, rows, tokens in (("delta-350m", *sizes.delta), ("delta-1b", *sizes.delta_large)):
+    for preset, step in (("delta-350m", sizes.delta), ("delta-1b", sizes.delta_large)):
         settings = _model(device, preset)
         if device == "cuda":
-            compile_kernels(preset, rows, tokens)
+            compile_kernels(preset)
         if missing := _missing_kernels(settings, device):
             yield {"case": preset, "failed": f"not tried: {missing}"}
-        else:
-            yield packed_step(preset, settings, rows, tokens, device)
-            free_memory(device)
+            continue
+        yield packed_step(preset, settings, step, device)
+        free_memory(device)
+        if preset == "delta-350m":
+            of_delta = {name: getattr(settings, name) for name in ("pattern", "heads", "width")}
+            yield beside_plain_loop(device, step.rows, step.tokens, **of_delta)
 
 
-def packed_step(case: str, settings: ModelConfig, rows: int, tokens: int, device: str) -> dict[str, Any]:
+def packed_step(case: str, settings: ModelConfig, sizes: PackedSizes, device: str) -> dict[str, Any]:
     """A compiled step on packed documents, each time others."""
+    micro_batches, rows, tokens = sizes
     batches = packed_batches(PACKED_BATCHES, rows, tokens, settings.vocab_size, device)
-    step = Step(settings, batches, device, bfloat16=True, compiled=True)
+    step = Step(settings, batches, device, micro_batches, bfloat16=True, compiled=True)
     step()
-    return step.measured(f"{case}, {rows} × {tokens:,} packed tokens, compiled", tokens)
+    return step.measured(f"{case}, {micro_batches} × {rows} × {tokens:,} packed tokens, compiled", tokens)
 
 
 class Step:
-    """Steps of one micro-batch each, in turns, as `tost train` makes them."""
+    """Steps of some micro-batches each, in turns, as `tost train` makes them."""
 
     def __init__(
-        self, settings: ModelConfig, batches: Sequence[MicroBatch], device: str, *, bfloat16: bool, compiled: bool
-    ) -> None:
-        self.settings, self.device, self.tokens = settings, device, batches[0].tokens.numel()
+        self, settings: ModelConfig, batches: Sequence[MicroBatch], device: str, micro_batches: int = 1, *,
+        bfloat16: bool, compiled: bool,
+    ) -> None:  # fmt: skip
+        self.settings, self.device, self.tokens = settings, device, micro_batches * batches[0].tokens.numel()
         self._engine = engine_of(
-            settings, device, bfloat16=bfloat16, prepare=compile_blocks if compiled else lambda model: None
-        )
-        self._turn, self._tiling = cycle(batches), tile(self._engine.mesh, batches[0].tokens.shape[1])
+            settings, device, bfloat16=bfloat16, accumulation=micro_batches,
+            prepare=compile_blocks if compiled else lambda model: None,
+        )  # fmt: skip
+        self._micro_batches, self._turn = micro_batches, cycle(batches)
+        self._tiling = tile(self._engine.mesh, batches[0].tokens.shape[1])
 
     def __call__(self, before_update: Callable[[], None] = lambda: None) -> Outcome:
-        lr = OptimConfig().lr
-        return train_step(self._engine, [next(self._turn)], self._tiling, lr, before_update=before_update)
+        batches, lr = [next(self._turn) for _ in range(self._micro_batches)], OptimConfig().lr
+        return train_step(self._engine, batches, self._tiling, lr, before_update=before_update)
 
     def measured(self, case: str, tokens: int) -> dict[str, Any]:
         """A cell with time, MFU, memory and all kernels, after a first step; `tokens` are those of a sequence."""
@@ -287,32 +306,30 @@ def _sums(kernels: Kernels) -> tuple[float, int]:
 
 
 def plain_loops(device: str) -> Cells:
-    """Steps of ours and of a plain PyTorch loop, both compiled, in turns; softmax attention, then a delta hybrid."""
     sizes = SIZES[device]
     rows = max(1, sizes.rows // 4)  # the plain loop keeps all logits
-    for pattern in ("A", "DDDA"):
-        heads = max(1, _model(device, "gpt2-base").width // 128)
-        settings = _model(
-            device, "gpt2-base", pattern=pattern, heads=heads, layer_scale=1.0, softmax={"rope_theta": 1e4}
-        )
-        case = f"{pattern}, {rows} × {sizes.tokens:,} tokens"
-        if "D" in pattern and (missing := _missing_kernels(settings, device)):
-            yield {"case": case, "failed": f"not tried: {missing}"}
-            continue
-        batch = _batch(rows, sizes.tokens, settings, device)
-        ours = Step(settings, [batch], device, bfloat16=device == "cuda", compiled=True)
-        plain = partial(plain_loop(settings, device), partial(plain_loss, block=torch.compile(plain_block)), batch)
-        losses = [ours().loss, float(plain())]
-        seconds = interleaved_seconds({"ours": ours, "plain": plain}, device, budget_s=10)
-        yield {
-            "case": case,
-            "value": f"{median(seconds['ours']) / median(seconds['plain']):.2f} × the time of a plain loop",
-            "beside": f"{_ms(median(seconds['ours']))}; first losses {losses[0]:.4f} and {losses[1]:.4f}",
-            "seconds": seconds, "losses": losses,
-            **_failure(partial(_require_equal, device, *losses)),
-        }  # fmt: skip
-        del ours, plain
-        free_memory(device)
+    yield beside_plain_loop(
+        device, rows, sizes.tokens, pattern="A", heads=max(1, _model(device, "gpt2-base").width // 128)
+    )
+
+
+def beside_plain_loop(device: str, rows: int, tokens: int, **shape: Any) -> dict[str, Any]:
+    """Steps of ours and of a plain PyTorch loop, both compiled, in turns."""
+    settings = _model(device, "gpt2-base", layer_scale=1.0, softmax={"rope_theta": 1e4}, max_positions=tokens, **shape)
+    batch = _batch(rows, tokens, settings, device)
+    ours = Step(settings, [batch], device, bfloat16=device == "cuda", compiled=True)
+    plain = partial(plain_loop(settings, device), partial(plain_loss, block=torch.compile(plain_block)), batch)
+    losses = [ours().loss, float(plain())]
+    seconds = interleaved_seconds({"ours": ours, "plain": plain}, device, budget_s=10)
+    del ours, plain
+    free_memory(device)
+    return {
+        "case": f"{settings.pattern}, {rows} × {tokens:,} tokens",
+        "value": f"{median(seconds['ours']) / median(seconds['plain']):.2f} × the time of a plain loop",
+        "beside": f"{_ms(median(seconds['ours']))}; first losses {losses[0]:.4f} and {losses[1]:.4f}",
+        "seconds": seconds, "losses": losses,
+        **_failure(partial(_require_equal, device, *losses)),
+    }  # fmt: skip
 
 
 def _require_equal(device: str, ours: float, theirs: float) -> None:

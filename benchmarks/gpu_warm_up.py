@@ -1,7 +1,7 @@
 """One of several processes that compile the kernels of D layers into Triton's cache, each its share of the variants
 between which fla-core chooses by their times. A process alone compiles them one after another, for minutes.
 
-    python -m benchmarks.gpu_warm_up PRESET ROWS TOKENS INDEX COUNT
+    python -m benchmarks.gpu_warm_up PRESET INDEX COUNT
 """
 
 import importlib
@@ -11,11 +11,13 @@ import sys
 from typing import Any
 
 PROCESSES = min(16, os.cpu_count() or 1)
+TOKENS = 2048
+"""Few, so that the processes share a GPU's memory: the kernels are the same for any number of tokens."""
 
 
-def compile_kernels(preset: str, rows: int, tokens: int) -> None:
+def compile_kernels(preset: str) -> None:
     """Fill Triton's cache for packed micro-batches of a preset."""
-    words = [sys.executable, "-m", "benchmarks.gpu_warm_up", preset, str(rows), str(tokens)]
+    words = [sys.executable, "-m", "benchmarks.gpu_warm_up", preset]
     processes = [subprocess.Popen([*words, str(index), str(PROCESSES)]) for index in range(PROCESSES)]
     for process in processes:
         process.wait()
@@ -33,7 +35,7 @@ def try_share(index: int, count: int) -> None:
     tuner.prune_configs = share
 
 
-def main(preset: str, rows: str, tokens: str, index: str, count: str) -> None:
+def main(preset: str, index: str, count: str) -> None:
     import torch
 
     from benchmarks.engine import packed_batches
@@ -43,7 +45,7 @@ def main(preset: str, rows: str, tokens: str, index: str, count: str) -> None:
     try_share(int(index), int(count))
     settings = validate(ModelConfig, {"preset": preset, "layers": 4}, "benchmarks.gpu")
     model = TostLM(settings).to("cuda", torch.bfloat16)
-    (batch,) = packed_batches(1, int(rows), int(tokens), settings.vocab_size, "cuda")
+    (batch,) = packed_batches(1, 1, TOKENS, settings.vocab_size, "cuda")
     model(batch.tokens, batch.labels, cu_seqlens=batch.cu_seqlens, label_count=1.0, output_state=False).loss.backward()
 
 
