@@ -372,6 +372,8 @@ def _explain(section: type[Section], path: str, problems: Sequence[Any]) -> str:
         wanted = f"input should be {wanted}"
     choices = re.findall("'([^']+)'", problem.get("ctx", {}).get("expected", ""))
     hint = did_you_mean(str(problem["input"]), choices)
+    if problem["type"] == "list_type" and isinstance(problem["input"], str):
+        hint = f"; write '{path}=[\"{problem['input']}\"]'"
     return f"{path or 'configuration'}: {wanted[:1].lower()}{wanted[1:]}, got {problem['input']!r}{hint}"
 
 

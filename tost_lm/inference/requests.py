@@ -79,8 +79,10 @@ def rates(nats: float, tokens: int, size: int) -> dict[str, Any]:
 BOOTSTRAP_RESAMPLES = 1000
 
 
-def bootstrap_error(bits: np.ndarray, sizes: np.ndarray) -> float:
-    """Bootstrap standard error of Σ bits / Σ bytes over documents, with a fixed seed."""
+def bootstrap_error(bits: np.ndarray, sizes: np.ndarray) -> float | None:
+    """Bootstrap standard error of Σ bits / Σ bytes over documents, with a fixed seed; None for one document."""
+    if len(bits) < 2:
+        return None
     draws = np.random.default_rng(0)
     ratios = np.empty(BOOTSTRAP_RESAMPLES)
     for i in range(BOOTSTRAP_RESAMPLES):

@@ -66,13 +66,11 @@ class Heldout(LikelihoodTask):
     def totals(self, rows: Sequence[Row]) -> Row:
         """Nats per token, perplexity and bits per byte, with their denominators and a standard error."""
         nats, size = to_array(rows, "nats"), to_array(rows, "bytes")
-        totals = {
+        return {
             "documents": len(rows),
             **rates(float(nats.sum()), sum(row["tokens"] for row in rows), sum(row["bytes"] for row in rows)),
+            "bits_per_byte_standard_error": bootstrap_error(nats / math.log(2), size),
         }
-        if len(rows) > 1:
-            totals["bits_per_byte_standard_error"] = bootstrap_error(nats / math.log(2), size)
-        return totals
 
 
 def documents(shards: Shards, most: int, window: int) -> list[Example]:

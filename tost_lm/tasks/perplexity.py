@@ -42,6 +42,7 @@ class RunningText(ScoredTask):
         words, size = (sum(row.get(key, 0) for row in rows) for key in ("words", "bytes"))
         total, count = float(nats.sum()), int(tokens.sum())
         error = bootstrap_error(nats, tokens)
+        per = lambda number: None if error is None else error * count / number
         totals = {
             "examples": len(rows),
             "tokens": count,
@@ -55,10 +56,10 @@ class RunningText(ScoredTask):
         return totals | {
             "words": words,
             "bytes": size,
-            **with_error("word_perplexity", total / words, error * count / words),
-            **with_error("byte_perplexity", total / size, error * count / size),
+            **with_error("word_perplexity", total / words, per(words)),
+            **with_error("byte_perplexity", total / size, per(size)),
             "bits_per_byte": total / size / math.log(2),
-            "bits_per_byte_standard_error": error * count / size / math.log(2),
+            "bits_per_byte_standard_error": per(size * math.log(2)),
         }
 
 
@@ -68,10 +69,10 @@ def windows_of(windows: Iterable[Request], words: int, text: str) -> list[Exampl
     return [Example((window,), {} if number else facts) for number, window in enumerate(windows)]
 
 
-def with_error(name: str, nats: float, error: float) -> Row:
-    """The perplexity of mean nats and its standard error, from that of the nats to first order."""
+def with_error(name: str, nats: float, error: float | None) -> Row:
+    """The perplexity of mean nats and its standard error, from that of the nats to first order, if there is one."""
     perplexity = math.exp(nats) if nats < LARGEST_EXPONENT else math.inf
-    return {name: perplexity, f"{name}_standard_error": perplexity * error}
+    return {name: perplexity, f"{name}_standard_error": None if error is None else perplexity * error}
 
 
 class StridedWikitext(RunningText):

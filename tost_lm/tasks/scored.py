@@ -79,7 +79,8 @@ class LikelihoodTask(Task, ABC):
             )
         totals = self.totals(rows)
         for name, value in totals.items():
-            print(f"  {name} {value:,}" if isinstance(value, int) else f"  {name} {value:.5g}")
+            if value is not None:
+                print(f"  {name} {value:,}" if isinstance(value, int) else f"  {name} {value:.5g}")
         if place and ranks.rank == 0:
             write_rows(place.folder / "rows.jsonl", rows)
         return {"model": totals, "headline": self.headline, "window_tokens": window_of(model.config, settings)}
@@ -230,8 +231,9 @@ def to_array(rows: Sequence[Row], key: str) -> np.ndarray:
 
 
 def accuracy_of(rows: Sequence[Row], measure: str = "") -> Row:
-    """The number of examples, and the fraction of those whose `<measure>right` is true, with its standard error."""
+    """The number of examples, and the fraction of those whose `<measure>right` is true, with its standard error (None
+    for one example)."""
     right = to_array(rows, f"{measure}right")
-    error = right.std() / max(1, len(rows) - 1) ** 0.5
+    error = float(right.std() / (len(rows) - 1) ** 0.5) if len(rows) > 1 else None
     name = f"{measure}accuracy"
-    return {"examples": len(rows), name: float(right.mean()), f"{name}_standard_error": float(error)}
+    return {"examples": len(rows), name: float(right.mean()), f"{name}_standard_error": error}

@@ -25,6 +25,7 @@ class Sizes(Section):
     positions: Literal["keep", "none"] | None = None
     weights: dict[str, float] | None = None
     name: str = "x"
+    files: list[str] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _in_order(self) -> "Sizes":
@@ -58,6 +59,11 @@ def problems(tmp_path: Path, text: str, *overrides: str) -> list[str]:
         ("sizes.low = 5", ["sizes.high=3"], ["command line: sizes.low 5 is above sizes.high 3; lower it"]),
         ("", ["size.low=3"], ["command line: size: unknown key (did you mean sizes?)"]),
         ("", ['sizes.weights={a = "b"}'], ["command line: sizes.weights.a: input should be a valid number, got 'b'"]),
+        (
+            "",
+            ["sizes.files=a.py"],
+            ["command line: sizes.files: input should be a valid array, got 'a.py'; write 'sizes.files=[\"a.py\"]'"],
+        ),
         ("", ["sizes.weights.a=b"], ["command line: sizes.weights.a: input should be a valid number, got 'b'"]),
     ],
 )
