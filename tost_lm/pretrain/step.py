@@ -20,7 +20,7 @@ from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.mesh import Mesh, World, all_reduce, max_over_ranks
 from tost_lm.parallel.watchdog import Heartbeat
 from tost_lm.pretrain.plan.activations import activation_bytes_per_token, tokens_in_memory
-from tost_lm.pretrain.plan.memory import largest_tile, weights_and_optimizer
+from tost_lm.pretrain.plan.memory import largest_tile, peak_moment, weights_and_optimizer
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.tiled import Tiling, tile
 
@@ -51,6 +51,17 @@ def with_tile_size(config: PretrainConfig, world: World) -> PretrainConfig:
         return config
     free = -max_over_ranks(-_free_bytes(world))
     return largest_tile(config, world.size, free * USABLE)
+
+
+def memory_warning(config: PretrainConfig, world: World) -> str:
+    """A warning if the ranks of a CPU may fill its memory, which Linux answers by killing one of them; else empty."""
+    planned, free = peak_moment(config, world.size).total, _free_bytes(world)
+    if world.device.type != "cpu" or planned <= free:
+        return ""
+    return (
+        f"warning: each rank needs {planned / 1e9:.1f} GB of memory by the plan, and {free / 1e9:.1f} GB are free: the "
+        "system may kill it; lower train.micro_batch_size, or set memory.tile_tokens=auto"
+    )
 
 
 def _free_bytes(world: World) -> int:

@@ -21,7 +21,14 @@ from tost_lm.pretrain.profiler import Profiler
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.spikes import SpikeGuard
 from tost_lm.pretrain.start import StartPoint, require_same_start, start_engine
-from tost_lm.pretrain.step import build_batches, explain_out_of_memory, tiling_of, train_step, with_tile_size
+from tost_lm.pretrain.step import (
+    build_batches,
+    explain_out_of_memory,
+    memory_warning,
+    tiling_of,
+    train_step,
+    with_tile_size,
+)
 from tost_lm.pretrain.validation import build_validation
 from tost_lm.torch_internals import enable_flight_recorder
 
@@ -56,6 +63,8 @@ def train(
         prepare_process(config, world.device)
         require_same_start(start, evaluation.facts if evaluation else {})
         config = with_tile_size(config, world)
+        if world.rank == 0 and (warning := memory_warning(config, world)):
+            print(warning, flush=True)
         start = start._replace(stage=start.stage._replace(config=config))
         with run_lock(config.run_folder, world.rank) as check, explain_out_of_memory(config, heartbeat):
             launch = Launch(run, start, graceful_stop, evaluation, world, heartbeat, check)

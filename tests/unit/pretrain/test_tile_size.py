@@ -1,15 +1,19 @@
 """Which tiles are possible, and which of them memory has room for."""
 
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
-from tost_lm.parallel.mesh import Axis, Mesh
+from tost_lm.parallel.mesh import Axis, Mesh, World
 from tost_lm.pretrain.plan.memory import largest_tile, peak_moment
 from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.pretrain.step import memory_warning
 from tost_lm.pretrain.tiled import tile
 
 RECIPE = Path(__file__).parents[3] / "configs/pretrain/delta_base_1m.toml"
@@ -36,6 +40,19 @@ def test_what_cannot_be_is_refused_by_name(overrides: list[str], said: str):
 
 def test_tiles_do_not_change_what_is_trained():
     assert recipe().what_is_trained() == recipe("memory.tile_tokens=auto").what_is_trained()
+
+
+@pytest.mark.parametrize(("device", "share", "warned"), [("cpu", 0.9, True), ("cpu", 1.1, False), ("cuda", 0.9, False)])
+def test_ranks_that_may_be_killed_are_warned_of(
+    device: str, share: float, warned: bool, monkeypatch: pytest.MonkeyPatch
+):
+    config = recipe("memory={}", "run.device=cpu")
+    needed = peak_moment(config, 2).total
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=int(2 * share * needed)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(share * needed), 0))
+    warning = memory_warning(config, World(0, 2, torch.device(device), timedelta(1)))
+    assert warning.startswith(f"warning: each rank needs {needed / 1e9:.1f} GB of memory") == warned
 
 
 def mesh_of(ranks: int, rank: int = 0) -> Mesh:
