@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_settings import PARTS as GPU_PARTS
-from experiments.comparison.__main__ import stored
-from experiments.comparison.tables import tables
+from experiments.comparison.__main__ import FORMS, stored
+from experiments.comparison.tables import evidence, tables
 from tost_lm.cli.main import COMMANDS, purpose, source_of
+from tost_lm.config import read_toml
 from tost_lm.markdown import table
 
 CHECKOUT = Path(__file__).parents[1]
@@ -100,6 +101,11 @@ def comparison(_: str) -> str:
     return tables(stored("text"))
 
 
+def in_brief(_: str) -> str:
+    about = {form: settings["about"] for form, settings in read_toml(FORMS).items() if "about" in settings}
+    return evidence(stored("text"), about)
+
+
 def guarantees(old: str) -> str:
     """The same rows with the last run of the tests that each names."""
     homes = {path.name: path for path in TESTS.rglob("test_*.py")}
@@ -158,6 +164,7 @@ def tests() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands, "gpu": gpu, "guarantees": guarantees, "status": status, "comparison": comparison,
+    "evidence": in_brief,
     **{f"benchmark-{name}": partial(benchmark, name) for name in ("long", "storage")},
 }  # fmt: skip
 

@@ -1,13 +1,14 @@
-"""The tables of the stored results: means over seeds, and differences to the first form, paired by seed."""
+"""The tables of the stored results: means over seeds, and differences to the first form, paired by seed and by book."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from experiments.comparison.text import DISTANCES, gain
+from experiments.comparison.text import DISTANCES
 from tost_lm.markdown import table
 
-T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 """The 97.5 % quantile of Student's t, by the number of values."""
 MEASURES = ("windows", "loss", "far", "copy", *(f"rare {name}" for name in DISTANCES), "loss_without_attention")
 DECISIVE = ("loss", "far", "copy", "rare 2k-8k")
@@ -15,7 +16,7 @@ DECISIVE = ("loss", "far", "copy", "rare 2k-8k")
 
 
 def tables(results: Sequence[dict[str, Any]]) -> str:
-    """Means, and paired differences to the form that is stored first, with 95 % t-intervals over seeds."""
+    """Means, and paired differences to the form that is stored first; 95 % t-intervals over seeds, and over books."""
     forms = dict.fromkeys(result["form"] for result in results)
     by_seed = {form: {one["seed"]: one for one in results if one["form"] == form} for form in forms}
     means = [(form, str(len(of)), *(_mean(measure, of) for measure in MEASURES)) for form, of in by_seed.items()]
@@ -27,6 +28,18 @@ def tables(results: Sequence[dict[str, Any]]) -> str:
     if others:
         parts += [f"Minus {first}:", table(("form", *DECISIVE), differences)]
     return "\n\n".join(parts)
+
+
+def evidence(results: Sequence[dict[str, Any]], about: Mapping[str, str]) -> str:
+    """Means over seeds of the forms that `about` describes."""
+    of_forms = {form: {one["seed"]: one for one in results if one["form"] == form} for form in about}
+    measures = {"loss in windows of 512": "windows", "loss in 8,192 tokens": "loss"}
+    rows = [
+        (about[form], str(len(of)), *(_mean(measure, of) for measure in measures.values()))
+        for form, of in of_forms.items()
+        if of
+    ]
+    return table(("layers", "seeds", *measures), rows)
 
 
 def recall_table(results: Sequence[dict[str, Any]]) -> str:
@@ -41,22 +54,37 @@ def recall_table(results: Sequence[dict[str, Any]]) -> str:
     return table(("form", "seeds", "at 1 ×", "at 4 ×", "at 16 ×"), rows) if rows else ""
 
 
-def _value(measure: str, result: dict[str, Any]) -> float | None:
+def _values(measure: str, result: dict[str, Any]) -> list[tuple[int, float]] | None:
+    """Book and value of each stream, passage or rare word; None if it was not measured."""
     kind, _, distance = measure.partition(" ")
     if kind not in result:
         return None
-    return gain(result, distance) if distance else fmean(result[kind])
+    of_streams = result[kind][distance] if distance else [[value] for value in result[kind]]
+    books = result["books"] if len(of_streams) == len(result["books"]) else [0] * len(of_streams)
+    return [(book, value) for book, values in zip(books, of_streams, strict=True) for value in values]
 
 
 def _mean(measure: str, of_seeds: dict[int, Any]) -> str:
-    values = [value for one in of_seeds.values() if (value := _value(measure, one)) is not None]
+    values = [fmean(value for _, value in found) for one in of_seeds.values() if (found := _values(measure, one))]
     return f"{fmean(values):.3f}" if values else "–"
 
 
 def _difference(measure: str, ours: dict[int, Any], theirs: dict[int, Any]) -> str:
-    pairs = [(_value(measure, ours[seed]), _value(measure, theirs[seed])) for seed in ours.keys() & theirs.keys()]
-    values = [a - b for a, b in pairs if a is not None and b is not None]
-    if len(values) < 2:
-        return f"{fmean(values):+.3f}" if values else "–"
-    error = T_QUANTILES[len(values)] * stdev(values) / len(values) ** 0.5
-    return f"{fmean(values):+.3f} ± {error:.3f}"
+    of_seeds, of_books = [], defaultdict[int, list[float]](list)
+    for seed in ours.keys() & theirs.keys():
+        found = [_values(measure, of[seed]) for of in (ours, theirs)]
+        if not all(found):
+            return "–"
+        (book_of, a), (_, b) = (zip(*values, strict=True) for values in found if values)
+        of_seeds.append(fmean(a) - fmean(b))
+        for book, x, y in zip(book_of, a, b, strict=True):
+            of_books[book].append(x - y)
+    if not of_seeds:
+        return "–"
+    over_books = _half_width(" (books {:.3f})", [fmean(values) for values in of_books.values()])
+    return f"{fmean(of_seeds):+.3f}{_half_width(' ± {:.3f}', of_seeds)}{over_books}"
+
+
+def _half_width(form: str, values: Sequence[float]) -> str:
+    """Of the 95 % interval of their mean; empty for one value."""
+    return form.format(T_QUANTILES[len(values)] * stdev(values) / len(values) ** 0.5) if len(values) > 1 else ""

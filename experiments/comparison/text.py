@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,8 +152,3 @@ def prefix_states(model: TostLM, stream: np.ndarray) -> list[Any]:
 def nats_of(model: TostLM, rows: Tensor) -> Tensor:
     """Nats of the tokens rows[:, 1:]."""
     return cross_entropy(model(rows[:, :-1], output_state=False).logits.mT, rows[:, 1:], reduction="none")
-
-
-def gain(result: dict[str, Any], name: str) -> float:
-    """The mean gain of rare words at a distance."""
-    return fmean(value for of_stream in result["rare"][name] for value in of_stream)

@@ -10,7 +10,7 @@ import torch
 from toy_mixer import rank_shard
 
 from experiments.comparison import __main__ as program
-from experiments.comparison import recall, text
+from experiments.comparison import recall, tables, text
 from experiments.comparison.text import Occurrence, Texts, measures, rare_words, words
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
@@ -102,3 +102,14 @@ def test_zeroed_attention_takes_no_part():
     assert not torch.equal(logits_BTV, model(tokens_BT).logits)
     torch.nn.init.normal_(model.get_parameter("blocks.1.mixer.in_proj.weight"))
     assert torch.equal(logits_BTV, recall.without_attention(model)(tokens_BT).logits)
+
+
+def test_differences_are_paired_by_seed_and_by_book():
+    """Ours minus theirs is 1 in the first book and 4 in the second, in the second seed 2 more."""
+    results = [
+        {"form": form, "seed": seed, "books": [4, 4, 7], "loss": [ours * (value + 2 * seed) for value in (1, 1, 4)]}
+        for form, ours in (("theirs", 0), ("ours", 1)) for seed in (0, 1, *[2] * (not ours))
+    ]  # fmt: skip
+    *_, row = tables.tables(results).splitlines()
+    of_seeds, of_books = (12.706 * std / 2**0.5 for std in (2**0.5, 3 / 2**0.5))
+    assert f"| ours | +3.000 ± {of_seeds:.3f} (books {of_books:.3f}) | – |" in row
