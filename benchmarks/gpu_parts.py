@@ -180,8 +180,8 @@ def training_step(device: str) -> Cells:
 
 
 def delta_step(device: str) -> Cells:
-    """The compiled steps of delta_350m and of the first stage of delta_1b_8k_128k; a plain loop with the former's
-    heads, whose kernels are then tuned."""
+    """The compiled steps of delta_350m and of the first stage of delta_1b_8k_128k; then a plain loop with the former's
+    heads, whose kernels are tuned by now."""
     sizes = SIZES[device]
     for preset, step in (("delta-350m", sizes.delta), ("delta-1b", sizes.delta_large)):
         settings = _model(device, preset)
@@ -192,9 +192,10 @@ def delta_step(device: str) -> Cells:
             continue
         yield packed_step(preset, settings, step, device)
         free_memory(device)
-        if preset == "delta-350m":
-            of_delta = {name: getattr(settings, name) for name in ("pattern", "heads", "width")}
-            yield beside_plain_loop(device, step.rows, step.tokens, **of_delta)
+    settings = _model(device, "delta-350m")
+    if not _missing_kernels(settings, device):
+        of_delta = {name: getattr(settings, name) for name in ("pattern", "heads", "width")}
+        yield beside_plain_loop(device, sizes.delta.rows, sizes.delta.tokens, **of_delta)
 
 
 def packed_step(case: str, settings: ModelConfig, sizes: PackedSizes, device: str) -> dict[str, Any]:

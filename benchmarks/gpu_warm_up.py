@@ -11,6 +11,8 @@ import sys
 from typing import Any
 
 PROCESSES = min(16, os.cpu_count() or 1)
+NO_TIMES = [float("inf")] * 3
+"""Of a variant that does not run, in place of three quantiles: it needs more shared memory than there is."""
 TOKENS = 2048
 """Few, so that the processes share a GPU's memory: the kernels are the same for any number of tokens."""
 
@@ -24,13 +26,18 @@ def compile_kernels(preset: str) -> None:
 
 
 def try_share(index: int, count: int) -> None:
-    """From now on this process tries every `count`-th variant of a kernel only, and at least one."""
+    """From now on this process tries every `count`-th variant of a kernel only, and others until one runs."""
     tuner: Any = importlib.import_module("triton.runtime.autotuner").Autotuner
     every = tuner.prune_configs
 
     def share(self: Any, arguments: Any) -> list[Any]:
         variants = every(self, arguments)
-        return variants[index::count] or variants[:1]
+        own = variants[index::count] or variants[:1]
+        runs = lambda variant: self._bench(*self.nargs.values(), config=variant, **arguments) != NO_TIMES
+        others = (variant for variant in variants if variant not in own)
+        while not any(map(runs, own)) and (other := next(others, None)) is not None:
+            own = [other]
+        return own
 
     tuner.prune_configs = share
 

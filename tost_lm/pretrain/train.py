@@ -96,6 +96,7 @@ class Launch:
         self.batches = build_batches(config, corpora, self.mesh, self.tiling, stages=start.records)
         build = partial(build_training_engine, config, self.mesh)
         self.engine, self.progress, start = start_engine(build, run, start, warn)
+        heartbeat.record(self.progress.step, "building")  # the next call may compile kernels, in minutes
         warn_of_slow_layers(self.engine, warn)
         self.guard = SpikeGuard(config.train.skip_spike_sigma, config.run.abort_after_skips, self.progress)
         self.checksums = Checksums(self.engine, config.run.sdc_check_interval)

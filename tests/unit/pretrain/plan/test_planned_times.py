@@ -60,21 +60,19 @@ def test_every_row_of_a_step(how: str):
 
 
 def test_the_rows_of_a_step_of_delta_layers():
-    """Names of kernels do not tell what is between the projections of a D layer from norms and residual sums."""
-    cell = next(cell for cell in CELLS if cell["case"].startswith("delta-350m, 8 × 4,096 packed tokens, compiled"))
-    step, measured = plan.step_seconds(planned("delta_350m", 8)), measured_rows(cell)
-    beside = ("operator", "elementwise", "loss")
+    """Names of kernels do not tell what is between the projections of a D layer from norms and sums of gradients."""
+    cell = next(cell for cell in CELLS if cell["case"].startswith("delta-350m, 2 × 8 × 4,096 packed tokens, compiled"))
+    step, measured = plan.step_seconds(planned("delta_350m", 8, ("train.global_batch_size=16",))), measured_rows(cell)
+    beside = ("operator", "elementwise", "loss", "optimizer")
     assert sum(getattr(step, row) for row in beside) == pytest.approx(sum(measured[row] for row in beside), rel=0.15)
-    assert {row: getattr(step, row) for row in ("products", "optimizer")} == pytest.approx(
-        {row: measured[row] for row in ("products", "optimizer")}, rel=0.15
-    )
+    assert step.products == pytest.approx(measured["products"], rel=0.15)
     # The documents of the measured step are shorter than its rows, which the plan counts whole.
     assert 0.4 * step.attention < cell["classes"]["attention"][0] < step.attention
 
 
 @pytest.mark.parametrize(("case", "recipe", "rows"), [
     ("tost-base, 60 × 1,024 tokens, compiled", "owt_tost_base", 60),
-    ("delta-350m, 8 × 4,096 packed tokens, compiled", "delta_350m", 8),
+    ("delta-350m, 2 × 8 × 4,096 packed tokens, compiled", "delta_350m", 8),
 ])  # fmt: skip
 def test_memory_of_a_step(case: str, recipe: str, rows: int):
     """Beside weights and optimizer; DeepSpeed keeps the buffers of the gradients."""
