@@ -19,7 +19,7 @@ import tost_lm
 from experiments.commands import ROOT, run_tost
 from experiments.comparison.recall import MQAR, recall, without_attention
 from experiments.comparison.tables import recall_table, tables
-from experiments.comparison.text import Texts, losses, measures
+from experiments.comparison.text import Texts, branch_sizes, losses, measures
 from tost_lm.config import Section, load_config, read_toml, run_program
 from tost_lm.data.shards import Shards
 from tost_lm.errors import ConfigError
@@ -99,6 +99,7 @@ def text_run(name: str, form: dict[str, Any], words: list[str], seed: int) -> di
     texts = Texts.of(Shards.open(next(iter(config.data.folders))))
     count, seconds = parameters(config.model).total, read_rows(config.run_folder / "metrics.jsonl")[-1]["seconds"]
     found = measures(model, texts, config.train.seq_len)
+    found["branches"] = branch_sizes(model, texts, config.train.seq_len)
     if set(config.model.letters) > {"A"}:
         found["loss_without_attention"] = losses(without_attention(model), texts).mean(1).tolist()
     return {"command": command, "parameters": count, "train_seconds": seconds, **found}
