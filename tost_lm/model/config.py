@@ -21,7 +21,7 @@ SWIGLU_MULTIPLE = 256
 _BASE = {"layers": 12, "heads": 12, "width": 768}
 _MEDIUM = {"layers": 24, "heads": 16, "width": 1024}
 _LARGE = {"layers": 36, "heads": 20, "width": 1280}
-_NORMED = {"kv_heads": 8, "qk_norm": "all-heads"}
+_NORMED = {"kv_heads": 8, "qk_norm": "all-heads", "rope_theta": 0.0}
 _DELTA = {
     "pattern": "DDDA", "positions": "none", "layer_scale": 0.0, "norm": "rms", "norm_after": "A", "mlp": "swiglu",
     "tied_head": False, "softmax": _NORMED, "delta": {"beta_to_two": True},
@@ -60,7 +60,7 @@ class ModelShape(Section):
     """The settings of a model that all its parts share."""
 
     preset: Preset | None = None
-    """Sets pattern, layers, heads, width, layer_scale, positions and softmax.rope_theta: published values for the tost and gpt2 presets. In a delta preset every fourth layer is softmax attention to all earlier tokens, and the other layers are the gated delta rule; it also sets norm, norm_after, mlp, tied_head, delta.beta_to_two, softmax.kv_heads and softmax.qk_norm as OLMo-Hybrid has them, in heads of 128 channels, and does not limit the sequence length. Settings that are given explicitly override the preset."""
+    """Sets pattern, layers, heads, width, layer_scale, positions and softmax.rope_theta: published values for the tost and gpt2 presets. In a delta preset every fourth layer is softmax attention to all earlier tokens, and the other layers are the gated delta rule; it also sets norm, norm_after, mlp, tied_head, delta.beta_to_two, softmax.kv_heads and softmax.qk_norm as OLMo-Hybrid has them, in heads of 128 channels without a rotary embedding, and does not limit the sequence length. Settings that are given explicitly override the preset."""
     plugins: list[Path] = Field(default_factory=list)
     """Python files with token mixers of your own, which are run: see docs/tutorials/own_mixer.md."""
     pattern: str = "T"
