@@ -22,7 +22,7 @@ PARTS = {
     "two ranks": Part(150, "ranks over NCCL in each parallel layout, with the losses of one rank; a lost rank"),
     "plain loop": Part(70, "the time of a step beside that of a plain PyTorch loop"),
     "decoding": Part(45, "the time of a decoded token"),
-    "tests": Part(150, "a compiled run that is killed and resumes; waits; kernels of all operators"),
+    "tests": Part(300, "a compiled run that is killed and resumes; waits; kernels of all operators"),
     "delta step": Part(
         400, "compiled steps of delta_350m and delta_1b with the kernels of fla-core; one beside a plain PyTorch loop"
     ),
