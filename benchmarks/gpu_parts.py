@@ -56,23 +56,23 @@ Kernels = list[tuple[str, float, int]]
 """Name, seconds and calls of each kernel of a call; on a CPU, of each of torch's operations."""
 
 
-class Sizes(NamedTuple):
-    """Sizes of the measured calls. On a CPU, `shape` replaces that of the presets."""
-
-    rows: int
-    tokens: int
-    delta: "PackedSizes"
-    delta_large: "PackedSizes"
-    decoded: int
-    shape: dict[str, Any]
-
-
 class PackedSizes(NamedTuple):
     """A step on packed documents."""
 
     micro_batches: int
     rows: int
     tokens: int
+
+
+class Sizes(NamedTuple):
+    """Sizes of the measured calls. On a CPU, `shape` replaces that of the presets."""
+
+    rows: int
+    tokens: int
+    delta: PackedSizes
+    delta_large: PackedSizes
+    decoded: int
+    shape: dict[str, Any]
 
 
 SIZES = {  # those of the recipes on 8 GPUs

@@ -77,10 +77,9 @@ class LikelihoodTask(Task, ABC):
                 f"{place.identity['checkpoint']}: its scores are not finite (NaN or infinite); use an earlier "
                 "checkpoint"
             )
-        totals = self.totals(rows)
+        totals = {name: value for name, value in self.totals(rows).items() if value is not None}  # errors of one example
         for name, value in totals.items():
-            if value is not None:
-                print(f"  {name} {value:,}" if isinstance(value, int) else f"  {name} {value:.5g}")
+            print(f"  {name} {value:,}" if isinstance(value, int) else f"  {name} {value:.5g}")
         if place and ranks.rank == 0:
             write_rows(place.folder / "rows.jsonl", rows)
         return {"model": totals, "headline": self.headline, "window_tokens": window_of(model.config, settings)}
