@@ -77,7 +77,8 @@ class LikelihoodTask(Task, ABC):
                 f"{place.identity['checkpoint']}: its scores are not finite (NaN or infinite); use an earlier "
                 "checkpoint"
             )
-        totals = {name: value for name, value in self.totals(rows).items() if value is not None}  # errors of one example
+        # One example has no standard error.
+        totals = {name: value for name, value in self.totals(rows).items() if value is not None}
         for name, value in totals.items():
             print(f"  {name} {value:,}" if isinstance(value, int) else f"  {name} {value:.5g}")
         if place and ranks.rank == 0:
