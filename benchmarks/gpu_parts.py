@@ -307,6 +307,7 @@ def _sums(kernels: Kernels) -> tuple[float, int]:
 
 
 def plain_loops(device: str) -> Cells:
+    """A step of softmax attention; `delta_step` has that of delta layers."""
     sizes = SIZES[device]
     rows = max(1, sizes.rows // 4)  # the plain loop keeps all logits
     yield beside_plain_loop(
