@@ -252,7 +252,11 @@ def test_an_export_has_its_own_results(copy: Path):
 @pytest.mark.parametrize(
     ("program", "words", "problem"),
     [
-        ("tost eval", ["nowhere", "heldout"], "nowhere: no such folder"),
+        (
+            "tost eval",
+            ["nowhere", "heldout"],
+            "nowhere: no such folder; give a run folder, a step folder, an export, a",
+        ),
         ("tost eval", ["out", "heldout"], "out: not a checkpoint"),
         ("tost eval", ["runs/tiny"], "TASK is missing; write tost eval RUN TASK… before any section.key=value"),
         ("tost eval", ["runs/tiny", "heldout", "heldout.shards=runs"], "runs: not a shard folder"),

@@ -56,6 +56,9 @@ def find_evaluated(path: Path) -> EvaluatedCheckpoint:
     if name.startswith(HUB):
         return HuggingFaceCheckpoint(_download(name.removeprefix(HUB)), hub_home(path))
     copy = local_model(path)
+    if copy == path and not path.exists():
+        wanted = "a run folder, a step folder, an export, a folder of a Hugging Face model"
+        raise CheckpointError(f"{path}: no such folder; give {wanted} or {HUB}NAME")
     if (copy / CONFIG).is_file() and not (copy / MANIFEST).is_file():
         return HuggingFaceCheckpoint(copy, path if copy == path else hub_home(path))
     return EvaluatedCheckpoint.find(path)
