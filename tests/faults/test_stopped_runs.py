@@ -78,7 +78,7 @@ def test_a_demo_of_delta_layers_killed_in_the_middle(tmp_path: Path, embedded_sh
     """Three delta layers, then one of full attention."""
     (tmp_path / "run.toml").write_bytes(DEMO.read_bytes())
     steps, kill_at = 12, random.Random(2).randint(5, 9)
-    words = ("model.pattern=DDDA", f"data.folder={embedded_shards}", f"train.steps={steps}", "checkpoint.interval=3")
+    words = (f"data.folder={embedded_shards}", f"train.steps={steps}", "checkpoint.interval=3")
     words = (*words, "run.device=cpu", "run.log_interval=1")
     train(tmp_path, 1, *words, "run.name=whole")
     words = (*words, "run.name=killed")

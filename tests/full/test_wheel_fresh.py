@@ -58,8 +58,8 @@ def run_the_demo(commands: Path, cwd: Path) -> None:
     tost = commands / "tost"
     start(tost, "prepare", "tokenizer", *corpus, cwd=cwd)
     start(tost, "prepare", "shards", *corpus, cwd=cwd)
-    small = ["model.vocab_size=300", "train.steps=2", "validation.sequences=2", "model.layers=1", "model.width=32"]
-    start(tost, "train", "demo", "launch.ranks=2", *small, "model.heads=2", cwd=cwd)
+    small = ["model.vocab_size=300", "train.steps=2", "validation.sequences=2", "model.pattern=D", "model.layers=1"]
+    start(tost, "train", "demo", "launch.ranks=2", *small, "model.width=32", cwd=cwd)
     start(tost, "eval", "runs/demo", "heldout", cwd=cwd)
     assert start(tost, "generate", "runs/demo", "The lines", "sample.tokens=4", cwd=cwd).startswith("The lines")
     start(tost, "report", "runs/demo", cwd=cwd)

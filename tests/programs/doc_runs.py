@@ -106,8 +106,8 @@ class Checkout:
         """Train runs/base and runs/long for one step: a model without a length limit."""
         words = [
             "configs/pretrain/demo.toml", "run.name=base", "model.positions=none", "model.tssa.denom_bias=head",
-            "model.layers=1", "train.steps=1", "train.global_batch_size=1", "train.micro_batch_size=1",
-            "train.seq_len=1024", "validation.sequences=1",
+            "model.pattern=D", "model.layers=1", "train.steps=1", "train.seq_len=1024", "train.global_batch_size=1",
+            "train.micro_batch_size=1", "validation.sequences=1",
         ]  # fmt: skip
         code, _, errors = Forked("tost_lm.pretrain.commands.train", *words, cwd=self.folder).finish()
         assert code == 0, errors

@@ -97,7 +97,7 @@ class ModelConfig(MixerSettings, ModelShape):
     norm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the variance in these norms and in those of softmax.qk_norm."""
     norm_after: str = ""
-    """Letters of model.pattern. In the blocks of these mixers the norms are applied to the outputs of both branches instead of their inputs (arXiv 2501.00656)."""
+    """Letters of mixers, in model.pattern or not. In the blocks of these mixers the norms are applied to the outputs of both branches instead of their inputs (arXiv 2501.00656)."""
     tied_head: bool = True
     """Whether the head's weight is the token embedding; otherwise it has a weight of its own, drawn from the same distribution."""
     init_std: float = Field(default=0.02, gt=0)
@@ -207,8 +207,8 @@ class ModelConfig(MixerSettings, ModelShape):
     def _shapes_fit(self) -> "ModelConfig":
         split = any(spec.splits_width(shape) for spec, shape in self.mixers)
         check_blocks(self.layers, self.heads, self.width, self.pattern, split=split)
-        if strange := set(self.norm_after) - set(self.pattern):
-            raise ValueError(f"model.norm_after {self.norm_after!r}: no {min(strange)} in model.pattern; leave it out")
+        if strange := unknown_letters(self.norm_after):
+            raise ValueError(f"model.norm_after {self.norm_after!r}: no mixer has the letter {min(strange)}")
         for spec, shape in self.mixers:
             if problem := spec.problem(shape):
                 raise ValueError(problem)
