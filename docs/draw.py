@@ -17,7 +17,12 @@ TASKS = {
     "training step": ("peak_bytes", "peak memory [MB]"),
     "decoding a token": ("state_bytes", "memory of the past [MB]"),
 }
-FORMS = {"delta": "gated delta rule + softmax", "tssa": "TSSA + softmax", "softmax": "softmax, rotary"}
+FORMS = {
+    "delta": "gated delta rule + softmax",
+    "delta-alone": "gated delta rule",
+    "tssa": "TSSA + softmax",
+    "softmax": "softmax, rotary",
+}
 TEXTS = {"heldout": "text of the trained kind", "books": "books"}
 
 
@@ -69,7 +74,7 @@ def draw_length() -> Figure:
 def draw_recall() -> Figure:
     """Lines: means over seeds; areas: from the lowest to the highest seed."""
     results = [json.loads(path.read_text()) for path in (CHECKOUT / "results/needle_lengths").glob("*.json")]
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.9), sharey=True, layout="constrained")
     lengths = sorted({cell["length"] for result in results for text in TEXTS for cell in result[text]})
     for axis, (text, title) in zip(axes, TEXTS.items(), strict=True):
         for form, label in FORMS.items():
@@ -87,7 +92,7 @@ def draw_recall() -> Figure:
         axis.set_xlabel("tokens; trained on 256")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("the right word of ten [%]")
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
 

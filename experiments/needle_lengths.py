@@ -1,4 +1,4 @@
-"""Train the model of the recipe recall with three kinds of layers, and find needles beyond the trained length.
+"""Train the model of the recipe recall with four kinds of layers, and find needles beyond the trained length.
 
     make demo                                    (once: the corpora embedded and passages)
     python -m experiments.needle_lengths needle_lengths.books=BOOKS.txt
@@ -25,11 +25,12 @@ from tost_lm.version import VERSION, git_commit
 RESULTS, RUNS = ROOT / "results/needle_lengths", "runs/needle_lengths"
 FORMS = {
     "delta": ["model.pattern=DA"],
+    "delta-alone": ["model.pattern=D"],
     "tssa": ["model.pattern=TA", "model.tssa.denom_bias=head"],
     "softmax": ["model.pattern=A", "model.softmax.rope_theta=1e4"],
 }
-"""Two layers: of the delta rule and of softmax without positions, as in the recipe; TSSA in place of the delta rule;
-softmax with a rotary embedding."""
+"""Two layers: of the delta rule and of softmax without positions, as in the recipe; of the delta rule alone; TSSA in
+place of the delta rule; softmax with a rotary embedding."""
 SEEDS = range(3)
 LENGTHS, SAMPLES, DEPTHS = [256, 1024, 4096, 16384], 10, [0.0, 0.5, 1.0]
 
