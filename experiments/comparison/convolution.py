@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from tost_lm.config import Section
+from tost_lm.mixers.delta.layer import conv_std
 from tost_lm.mixers.delta.settings import CONV_TAPS
 from tost_lm.mixers.layer import TokenMixer
 from tost_lm.mixers.plugins import register
@@ -87,7 +88,7 @@ class GatedConvolution(TokenMixer):
         set_own_constants(self)
 
     def initial_values(self) -> dict[str, InitialValue]:
-        return {"conv": Normal((3 * CONV_TAPS) ** -0.5), "norm": 1.0}
+        return {"conv": Normal(conv_std()), "norm": 1.0}
 
     def forward(
         self, x_BTC: Tensor, state: ConvolutionState | None, info: SequenceInfo

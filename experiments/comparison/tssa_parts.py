@@ -20,6 +20,7 @@ from torch.nn.functional import rms_norm, silu
 
 from tost_lm.config import Section
 from tost_lm.errors import ConfigError
+from tost_lm.mixers.delta.layer import conv_std
 from tost_lm.mixers.delta.settings import CONV_TAPS
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.mixers.plugins import register
@@ -119,8 +120,7 @@ class TssaWithParts(TokenMixer):
     def initial_values(self) -> dict[str, InitialValue]:
         shortest, longest = map(math.log, HALF_LIVES)
         half_lives = torch.linspace(shortest, longest, self.heads, device="cpu").exp()
-        log_rate, taps = (math.log(2) / half_lives).log(), Normal((3 * CONV_TAPS) ** -0.5)
-        values = {"temp": 1.0, "log_rate": log_rate, "conv": taps, "norm": 1.0}
+        values = {"temp": 1.0, "log_rate": (math.log(2) / half_lives).log(), "conv": Normal(conv_std()), "norm": 1.0}
         return {name: value for name, value in values.items() if getattr(self, name) is not None}
 
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:

@@ -1,6 +1,7 @@
 """Plugins of the experiments, and tiny float64 models with different layers."""
 
 from collections.abc import Iterator
+from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -11,34 +12,32 @@ from tost_lm.mixers.registry import SPECS
 from tost_lm.model import ModelConfig, TostLM
 
 
+def registered(name: str, spec: str, layer: str) -> Iterator[ModuleType]:
+    """A plugin, registered for one test."""
+    module = import_module(f"experiments.{name}")  # the first import registers it
+    module.register(getattr(module, spec)(), getattr(module, layer))
+    yield module
+    del SPECS[getattr(module, spec).letter]
+
+
 @pytest.fixture
 def slots() -> Iterator[ModuleType]:
-    """The plugin of slot memory, which other tests do not know."""
-    from experiments import slots  # the first import registers it
-
-    slots.register(slots.SlotsSpec(), slots.SlotMixer)
-    yield slots
-    del SPECS[slots.SlotsSpec.letter]
+    yield from registered("slots", "SlotsSpec", "SlotMixer")
 
 
 @pytest.fixture
 def convolution() -> Iterator[ModuleType]:
-    """The plugin of a gated convolution, registered for a test."""
-    from experiments.comparison import convolution  # the first import registers it
+    yield from registered("comparison.convolution", "ConvolutionSpec", "GatedConvolution")
 
-    convolution.register(convolution.ConvolutionSpec(), convolution.GatedConvolution)
-    yield convolution
-    del SPECS[convolution.ConvolutionSpec.letter]
+
+@pytest.fixture
+def shifted_keys() -> Iterator[ModuleType]:
+    yield from registered("comparison.shifted_keys", "ShiftedKeysSpec", "ShiftedKeys")
 
 
 @pytest.fixture
 def tssa_parts() -> Iterator[ModuleType]:
-    """The plugin of TSSA with parts of other layers, registered for a test."""
-    from experiments.comparison import tssa_parts  # the first import registers it
-
-    tssa_parts.register(tssa_parts.PartsSpec(), tssa_parts.TssaWithParts)
-    yield tssa_parts
-    del SPECS[tssa_parts.PartsSpec.letter]
+    yield from registered("comparison.tssa_parts", "PartsSpec", "TssaWithParts")
 
 
 @pytest.fixture

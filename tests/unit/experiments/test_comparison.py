@@ -49,6 +49,14 @@ def test_without_parts_it_is_the_layer_of_the_package():
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-10, msg=name)
 
 
+@pytest.mark.usefixtures("shifted_keys")
+def test_shifted_keys_begin_as_those_of_the_token_before():
+    model = TostLM(validate(ModelConfig, {**SHAPE, "pattern": "K"}, ""))
+    query, key, value = model.get_parameter("blocks.0.mixer.conv").view(2, 12, 4).split(4, 1)
+    assert torch.equal(torch.stack([query, value]).sum((0, 1, 2)), torch.tensor([0.0, 0, 0, 16]))
+    assert torch.equal(key.sum((0, 1)), torch.tensor([0.0, 0, 8, 0]))
+
+
 def test_words_have_their_tokens_and_rare_ones_their_distance(monkeypatch: pytest.MonkeyPatch):
     tokens = np.array([0, 1, 2, 3, 4, 2, 5, 2, 0, 1])  # "abc de. fgh abc"
     assert list(words(tokens, PIECES)) == [(0, 2, "abc"), (6, 7, "fgh"), (8, 10, "abc")]

@@ -17,7 +17,7 @@ from tost_lm.mixers.delta.fla import missing_in_training
 from tost_lm.mixers.delta.operator import delta_rule, delta_rule_step
 from tost_lm.mixers.delta.settings import CONV_TAPS, DeltaShape, DeltaSizes
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
-from tost_lm.ops.initialization import InitialValue, set_own_constants
+from tost_lm.ops.initialization import InitialValue, Normal, set_own_constants
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 from tost_lm.ops.registered import Registered
@@ -61,23 +61,15 @@ class DeltaMixer(TokenMixer):
         self.sizes = [2 * K + group * V, group * V, group, group]
         self.in_proj = nn.Linear(width, h * sum(self.sizes), bias=shape.bias)
         self.out_proj = nn.Linear(H * V, width, bias=shape.bias)
-        self.conv = nn.Parameter(torch.empty(h * self.sizes[0], CONV_TAPS))
+        taps = torch.empty(h * self.sizes[0], CONV_TAPS)
+        self.conv = nn.Parameter(taps.uniform_(-(CONV_TAPS**-0.5), CONV_TAPS**-0.5))
         self.log_rate, self.step_bias = nn.Parameter(torch.empty(H)), nn.Parameter(torch.empty(H))
         self.norm = nn.Parameter(torch.empty(V))
         set_own_constants(self)
 
     def initial_values(self) -> dict[str, InitialValue]:
         log_rate, step_bias = initial_decays(self.heads)
-        return {"conv": self.initial_taps(), "log_rate": log_rate, "step_bias": step_bias, "norm": 1.0}
-
-    def initial_taps(self) -> InitialValue:
-        """Keys begin as those of the token before, so that a state returns what followed a token; queries and values
-        as their own. Models with the usual random values recall later, or never (docs/experiments.md)."""
-        taps_hEK = torch.zeros(self.key_heads, self.sizes[0], CONV_TAPS, device="cpu")
-        keys = slice(self.key_size, 2 * self.key_size)
-        taps_hEK[..., -1] = 1
-        taps_hEK[:, keys] = taps_hEK[:, keys].roll(-1, -1)
-        return taps_hEK.flatten(0, 1)
+        return {"conv": Normal(conv_std()), "log_rate": log_rate, "step_bias": step_bias, "norm": 1.0}
 
     def forward(self, x_BTC: Tensor, state: DeltaState | None, info: SequenceInfo) -> tuple[Tensor, DeltaState | None]:
         """Mix the tokens, given the state after earlier tokens. One token per document uses the recurrent form."""
@@ -123,6 +115,11 @@ def unit_length(x_BThK: Tensor, scale: float = 1) -> Tensor:
         x_BThK = x_BThK.to(statistics_dtype(x_BThK))
         length_BTh1 = vector_norm(x_BThK, dim=-1, keepdim=True)
         return x_BThK * (scale * (length_BTh1.square() + UNIT_EPSILON).rsqrt())
+
+
+def conv_std() -> float:
+    """The standard deviation of uniform draws from ±1/√CONV_TAPS, those of torch's convolutions."""
+    return (3 * CONV_TAPS) ** -0.5
 
 
 def initial_decays(heads: int) -> tuple[Tensor, Tensor]:
