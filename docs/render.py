@@ -7,6 +7,7 @@ compares the pages with what this program would write. The results come from the
 
 - results/benchmarks: `python -m benchmarks.NAME`, one file for each device.
 - results/comparison: `python -m experiments.comparison`, one file for each run.
+- results/mqar.json: `python -m experiments.mqar experiments/mqar.toml`, as it stores it in runs/mqar.
 - results/tests.json: `pytest --record`, the last run of each test file.
 """
 
@@ -17,11 +18,12 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.gpu_settings import PARTS as GPU_PARTS
 from experiments.comparison.__main__ import FORMS, stored
-from experiments.comparison.tables import evidence, tables
+from experiments.comparison.tables import evidence, recall_table, tables
 from tost_lm.cli.main import COMMANDS, purpose, source_of
 from tost_lm.config import read_toml
 from tost_lm.markdown import table
@@ -101,6 +103,21 @@ def comparison(_: str) -> str:
     return tables(stored("text"))
 
 
+def recall(_: str) -> str:
+    return recall_table(stored("recall"))
+
+
+def mqar(_: str) -> str:
+    """The stored result of `python -m experiments.mqar`."""
+    results, rows = json.loads((RESULTS / "mqar.json").read_text())["results"], []
+    for pattern in dict.fromkeys(result["identity"]["pattern"] for result in results):
+        of = [result for result in results if result["identity"]["pattern"] == pattern]
+        right, layers = [100 * result["accuracy"] for result in of], of[0]["identity"]["settings"]["model"]["layers"]
+        accuracy = f"{fmean(right):.2f} % ± {stdev(right) / len(of) ** 0.5:.2f}"
+        rows.append((pattern * (layers // len(pattern)), str(len(of)), accuracy))
+    return table(("layers", "seeds", "accuracy at queries ± standard error"), rows)
+
+
 def in_brief(_: str) -> str:
     about = {form: settings["about"] for form, settings in read_toml(FORMS).items() if "about" in settings}
     return evidence(stored("text"), about)
@@ -164,7 +181,7 @@ def tests() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands, "gpu": gpu, "guarantees": guarantees, "status": status, "comparison": comparison,
-    "evidence": in_brief,
+    "evidence": in_brief, "recall": recall, "mqar": mqar,
     **{f"benchmark-{name}": partial(benchmark, name) for name in ("long", "storage")},
 }  # fmt: skip
 
