@@ -15,9 +15,11 @@ from tost_lm.model import ModelConfig, TostLM
 def registered(name: str, spec: str, layer: str) -> Iterator[ModuleType]:
     """A plugin, registered for one test."""
     module = import_module(f"experiments.{name}")  # the first import registers it
+    letter = getattr(module, spec).letter
+    SPECS.pop(letter, None)  # perhaps of a recipe's file, under a name that no other process can import
     module.register(getattr(module, spec)(), getattr(module, layer))
     yield module
-    del SPECS[getattr(module, spec).letter]
+    del SPECS[letter]
 
 
 @pytest.fixture
