@@ -18,12 +18,12 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.gpu_settings import PARTS as GPU_PARTS
 from experiments.comparison.__main__ import FORMS, stored
 from experiments.comparison.tables import evidence, recall_table, tables
+from experiments.mqar import recall_table as mqar_table
 from tost_lm.cli.main import COMMANDS, purpose, source_of
 from tost_lm.config import read_toml
 from tost_lm.markdown import table
@@ -109,13 +109,7 @@ def recall(_: str) -> str:
 
 def mqar(_: str) -> str:
     """The stored result of `python -m experiments.mqar`."""
-    results, rows = json.loads((RESULTS / "mqar.json").read_text())["results"], []
-    for pattern in dict.fromkeys(result["identity"]["pattern"] for result in results):
-        of = [result for result in results if result["identity"]["pattern"] == pattern]
-        right, layers = [100 * result["accuracy"] for result in of], of[0]["identity"]["settings"]["model"]["layers"]
-        accuracy = f"{fmean(right):.2f} % ± {stdev(right) / len(of) ** 0.5:.2f}"
-        rows.append((pattern * (layers // len(pattern)), str(len(of)), accuracy))
-    return table(("layers", "seeds", "accuracy at queries ± standard error"), rows)
+    return mqar_table(json.loads((RESULTS / "mqar.json").read_text())["results"])
 
 
 def in_brief(_: str) -> str:

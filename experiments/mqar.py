@@ -22,6 +22,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -263,32 +264,21 @@ def evaluate(model: nn.Module, config: MqarConfig, batch_size: int) -> Result:
     }
 
 
-def recall_table(config: RecallConfig, results: Sequence[Result]) -> str:
+def recall_table(results: Sequence[Result]) -> str:
     """A Markdown row for each pattern, the mean over its seeds, and the accuracy of guessing below."""
-    rows = []
-    for pattern in config.recall.patterns:
+    settings, rows = results[0]["identity"]["settings"], []
+    for pattern in dict.fromkeys(result["identity"]["pattern"] for result in results):
         of_pattern = [result for result in results if result["identity"]["pattern"] == pattern]
-        accuracies = torch.tensor([result["accuracy"] for result in of_pattern], dtype=torch.float64)
-        error = of_pattern[0]["accuracy_standard_error"]
-        if len(of_pattern) > 1:
-            error = float(accuracies.std()) / math.sqrt(len(of_pattern))
-        rows.append(
-            (
-                pattern * (config.model.layers // len(pattern)),
-                f"{float(accuracies.mean()):.2%} ± {error:.2%}",
-                f"{float(accuracies.min()):.2%}",
-                f"{_mean(of_pattern, 'nats'):.4f}",
-                f"{_mean(of_pattern, 'parameters'):,.0f}",
-                f"{_mean(of_pattern, 'seconds'):,.0f}",
-            )
-        )
-    mqar, seeds = config.mqar, len(config.recall.seeds)
-    header = ("layers", "accuracy at queries", "lowest of seeds", "nats", "parameters", "seconds of training")
+        right, error = [result["accuracy"] for result in of_pattern], of_pattern[0]["accuracy_standard_error"]
+        if len(right) > 1:
+            error = stdev(right) / math.sqrt(len(right))
+        layers = pattern * (settings["model"]["layers"] // len(pattern))
+        rows.append((layers, str(len(right)), f"{fmean(right):.2%} ± {error:.2%}"))
+    mqar = settings["mqar"]
     return (
-        f"{table(header, rows)}\n\n{seeds} seed{'s' if seeds > 1 else ''}; ± is the standard error over "
-        f"{'seeds' if seeds > 1 else 'examples'}. Guessing: {2 / mqar.vocab_size:.2%} of all values, "
-        f"{1 / mqar.pairs:.1%} of the example's own. {mqar.pairs} pairs in {mqar.seq_len} tokens, "
-        f"{mqar.examples:,} held-out examples."
+        f"{table(('layers', 'seeds', 'accuracy at queries'), rows)}\n\n± is the standard error over seeds, or over the "
+        f"{mqar['examples']:,} examples of one. Guessing: {2 / mqar['vocab_size']:.2%} of all values, "
+        f"{1 / mqar['pairs']:.1%} of the example's own."
     )
 
 
@@ -321,10 +311,6 @@ def _on(device: torch.device, examples: Examples) -> tuple[Tensor, Tensor]:
     return tokens_BT, labels_BT
 
 
-def _mean(results: Sequence[Result], key: str) -> float:
-    return sum(result[key] for result in results) / len(results)
-
-
 def stored_results(path: Path) -> list[Result]:
     """The results of earlier calls; none without the file. Raises as `read_result_file`."""
     stored = read_result_file(path)
@@ -338,7 +324,7 @@ def store_result(path: Path, protocol: str, result: Result) -> None:
 
 def main(_: Path, config: RecallConfig) -> None:
     results = measure(config)
-    print(f"\n{recall_table(config, results)}")
+    print(f"\n{recall_table(results)}")
 
 
 if __name__ == "__main__":

@@ -208,7 +208,9 @@ class ModelConfig(MixerSettings, ModelShape):
         split = any(spec.splits_width(shape) for spec, shape in self.mixers)
         check_blocks(self.layers, self.heads, self.width, self.pattern, split=split)
         if strange := unknown_letters(self.norm_after):
-            raise ValueError(f"model.norm_after {self.norm_after!r}: no mixer has the letter {min(strange)}")
+            raise ValueError(
+                f"model.norm_after {self.norm_after!r}: no mixer has the letter {min(strange)}; leave it out"
+            )
         for spec, shape in self.mixers:
             if problem := spec.problem(shape):
                 raise ValueError(problem)

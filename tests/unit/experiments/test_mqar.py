@@ -177,7 +177,7 @@ def test_results_are_stored_one_by_one_and_reused(tmp_path: Path, monkeypatch: p
     stored.write_text(stored.read_text().replace('"accuracy": ', '"accuracy": 1'))
     with pytest.raises(ConfigError, match=r"mqar@zoology/results\.json: damaged or edited"):
         measure(both)
-    table = recall_table(both, results).splitlines()
+    table = recall_table(results).splitlines()
     assert [line.split(" | ")[0] for line in table[2:4]] == ["| AA", "| TA"]
     assert "Guessing: 12.50% of all values, 50.0% of the example's own" in table[-1]
 

@@ -162,5 +162,5 @@ def test_settings_that_do_not_fit_are_named():
     assert obstacle_to_tensor_ranks(olmo, 2) == (
         "tensor ranks cannot split softmax.qk_norm all-heads; set parallel.tensor=1 and use sequence ranks"
     )
-    with pytest.raises(ConfigError, match=r"model\.norm_after 'AB': no mixer has the letter B"):
+    with pytest.raises(ConfigError, match=r"model\.norm_after 'AB': no mixer has the letter B; leave it out"):
         validate(ModelConfig, {"layers": 1, "heads": 4, "width": 8, "pattern": "A", "norm_after": "AB"}, "test")
