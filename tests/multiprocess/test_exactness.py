@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
                         "softmax": {"window": 5}, "positions": "none", "layer_scale": 0.0},
     TWO_KEY_HEADS: {**other_forms(window=5), "z_loss": 0.1},
     "delta": {"pattern": "DDA", "positions": "none", "delta": {"value_heads": 8, "qk_size": 3, "value_size": 5}},
+    "decays of channels": {"pattern": "DDA", "positions": "none", "delta": {"decay_per_channel": True}},
 }  # fmt: skip
 
 
@@ -160,6 +161,7 @@ def train_packed_on_mesh(name: str, mesh: Mesh, lengths: tuple[int, ...], recomp
         ("hybrid", 1, 4, (2, 1, 16, 7)), ("hybrid", 2, 2, ()),
         pytest.param("hybrid", 1, 2, (25, 1), marks=pytest.mark.quick),
         pytest.param("delta", 1, 4, (2, 1, 16, 7), marks=pytest.mark.quick), ("delta", 2, 2, (25, 1)),
+        ("decays of channels", 2, 2, (25, 1)),
     ],
 )  # fmt: skip
 def test_packed_documents_cross_ranks(name: str, tensor: int, sequence: int, lengths: tuple[int, ...]):

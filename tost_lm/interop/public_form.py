@@ -56,7 +56,7 @@ DELTA_SIZES = {
 SETTINGS: dict[str, Any] = {
     "positions": "none", "layer_scale": 0.0, "mlp": "swiglu", "norm": "rms", "norm_after": "", "bias": False,
     "softmax.qk_norm": False, "softmax.window": 0, "softmax.gate": False, "softmax.rotary_fraction": 1.0,
-    "delta.beta_to_two": False, "delta.norm_epsilon": 1e-5,
+    "delta.beta_to_two": False, "delta.decay_per_channel": False, "delta.norm_epsilon": 1e-5,
 }  # fmt: skip
 """Our settings of all models of a form, unless it names others."""
 FIXED: dict[str, Any] = {

@@ -15,6 +15,7 @@ SETTINGS = [
     {"bias": True, "tssa": {"denom_bias": "head"}, "softmax": {"kv_heads": 2, "qk_norm": True}},
     {"softmax": {"kv_heads": 2, "qk_norm": "all-heads", "head_size": 6, "gate": True}},
     {"delta": {"qk_heads": 4, "value_heads": 8, "qk_size": 3, "value_size": 5}},
+    {"delta": {"value_size": 5, "decay_per_channel": True}},
     {"tssa": {"denom_bias": "none"}, "softmax": {"window": 4, "rope_theta": 0.0}},
 ]
 

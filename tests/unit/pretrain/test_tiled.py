@@ -62,6 +62,7 @@ OTHER_MODELS = [
     {"positions": "none", "tssa": {"denom_bias": "none"}, "bias": True},
     {"pattern": "TA", **other_forms(window=3), "heads": 4},
     {"pattern": "DA", "softmax": {"window": 3}},
+    {"pattern": "D", "delta": {"decay_per_channel": True}},
     *({"pattern": "TAA", "softmax": {"window": window}} for window in (1, 9, 40)),
 ]
 

@@ -17,7 +17,8 @@ OTHER_FORMS: dict[str, list[dict[str, Any]]] = {
     "D": [
         {"delta": {"qk_heads": 1, "value_heads": 2, "qk_size": 5, "value_size": 3, "beta_to_two": beta_to_two}}
         for beta_to_two in (False, True)
-    ],
+    ]
+    + [{"delta": {"decay_per_channel": True}}],
     "A": [
         {"softmax": {"window": 5, "kv_heads": 1, "qk_norm": True}},
         {"softmax": {"window": 1, "rope_theta": 0.0}},

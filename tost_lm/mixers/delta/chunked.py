@@ -5,9 +5,8 @@ Within a chunk that starts with the state S₀, and with the decay E_ij = α_{j+
     A = E ∘ K Kᵀ below the diagonal      (I + A diag(β)) X = V − diag(E_i0) K S₀      U = diag(β) X
     Y = diag(E_i0) Q S₀ + (E ∘ Q Kᵀ) U   S_L = E_L0 S₀ + Kᵀ diag(E_Lj) U
 
-X is what the state lacks of each value. The triangular system is solved, and nothing is divided by a decay. Documents
-advance together, a group of chunks at a time that fits a core's cache. The backward reads the inputs, X and the state
-before each group.
+X is what the state lacks of each value. The triangular system is solved, and nothing is divided by a decay. The
+backward reads the inputs, X and the state before each group of chunks (`groups`).
 
 In the columns of a state the recurrence is affine: S = M S₀ + C after the tokens of a document. M [K, K] is the state
 that values 0 and S₀ = I lead to, C [K, V] the one of S₀ = 0.
@@ -17,17 +16,15 @@ tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.linalg import solve_triangular, vecdot
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
-from tost_lm.mixers.delta.settings import CHUNK_TOKENS, DEVICE_GROUP_ELEMENTS, GROUP_CHUNKS, GROUP_ELEMENTS
+from tost_lm.mixers.delta.channels import ChannelChunks
+from tost_lm.mixers.delta.groups import Group, groups_of_chunks
 from tost_lm.ops.layout import int64_tensor
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 
@@ -36,7 +33,10 @@ def delta_rule_chunks(
     query_MhK: Tensor, key_MhK: Tensor, value_MHV: Tensor, log_decay_MH: Tensor, beta_MH: Tensor,
     initial_nHKV: Tensor, lengths: Sequence[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y [M, H, V], and the states after each document, [n, H, K, V], from those before it, in their dtype."""
+    """y [M, H, V], and the states after each document, [n, H, K, V], from those before it, in their dtype.
+
+    With H = h, the logarithms of decays may also be of key channels, [M, H, K].
+    """
     h, dtype = key_MhK.shape[1], statistics_dtype(value_MHV)
     broken_MH = _broken(key_MhK, value_MHV, log_decay_MH, beta_MH)
     if broken_MH is not None:
@@ -77,7 +77,7 @@ def _broken(key_MhK: Tensor, value_MHV: Tensor, *scalars_MH: Tensor) -> Tensor |
     The products of a chunk would carry a NaN to earlier tokens, as 0 · NaN. It is added to the later tokens instead.
     """
     with torch.no_grad():
-        sums_MH = sum(scalars_MH, value_MHV.sum(-1))
+        sums_MH = sum((x.sum(-1) if x.dim() == 3 else x for x in scalars_MH), value_MHV.sum(-1))
         broken_MH = 0 * (sums_MH.unflatten(1, (key_MhK.shape[1], -1)) + key_MhK.sum(-1, keepdim=True)).flatten(1)
         # Other devices would have to be waited for.
         return None if broken_MH.is_cpu and bool(broken_MH.sum().isfinite()) else broken_MH
@@ -91,12 +91,12 @@ class _DeltaRule(torch.autograd.Function):
     ):  # fmt: skip
         inputs = query_MhK, key_MhK, log_decay_MhG, beta_MhG
         y_MhGV, final_nhKGV, stored = torch.empty_like(value_MhGV), torch.empty_like(initial_nhKGV), []
-        ctx.sets = _sets(lengths, log_decay_MhG[0].numel(), key_MhK.device)
+        ctx.sets = groups_of_chunks(lengths, beta_MhG[0].numel(), key_MhK.device)
         for documents, groups in ctx.sets:
             state_nhKGV = initial_nhKGV[documents]
             for group in groups:
                 state_bKGV = state_nhKGV[: len(group.rows)].flatten(0, 1)
-                before_bKGV, chunks = state_bKGV.clone(), _Chunks(group, *inputs)
+                before_bKGV, chunks = state_bKGV.clone(), _chunks(group, *inputs)
                 y, lacking = chunks.forward(group.split(value_MhGV), state_bKGV)
                 group.join(y_MhGV, y)
                 stored += [before_bKGV, lacking]
@@ -118,7 +118,7 @@ class _DeltaRule(torch.autograd.Function):
             for group in reversed(groups):
                 d_state_bKGV = d_state_nhKGV[: len(group.rows)].flatten(0, 1)
                 with torch.autocast(dy_MhGV.device.type, enabled=False):
-                    chunks = _Chunks(group, *inputs)
+                    chunks = _chunks(group, *inputs)
                     chunks.restore(stored.pop(), stored.pop())
                     found = chunks.backward(group, dy_MhGV, d_state_bKGV)
                 for d_x, part in zip(d_inputs, found, strict=True):
@@ -127,59 +127,8 @@ class _DeltaRule(torch.autograd.Function):
         return *d_inputs, d_initial_nhKGV, None
 
 
-@dataclass(frozen=True)
-class _Group:
-    """The same chunks of some documents; b = n·h pairs of a document and a key head."""
-
-    rows: tuple[slice, ...]
-    """The tokens of each document in the flat sequence, longest documents first, [n]."""
-    chunks: int
-    chunk_tokens: int
-
-    def split(self, x_Mh: Tensor, out: Tensor | None = None) -> Tensor:
-        """[c, b, L, …] in the statistics dtype, contiguous; zeros behind the last token of a document."""
-        documents = [x_Mh[row] for row in self.rows]
-        x_nmh = documents[0][None] if len(documents) == 1 else pad_sequence(documents, batch_first=True)
-        missing = self.chunks * self.chunk_tokens - x_nmh.shape[1]
-        x_nmh = pad(x_nmh, (0, 0) * (x_nmh.dim() - 2) + (0, missing)) if missing else x_nmh
-        x_cnhL = x_nmh.unflatten(1, (self.chunks, -1)).transpose(0, 1).transpose(2, 3)
-        if out is None:
-            out = torch.empty(x_cnhL.flatten(1, 2).shape, dtype=statistics_dtype(x_Mh), device=x_Mh.device)
-        out.unflatten(1, x_cnhL.shape[1:3]).copy_(x_cnhL)
-        return out
-
-    def join(self, x_Mh: Tensor, x_cbL: Tensor) -> None:
-        """Write them back into x."""
-        x_cnhL = x_cbL.unflatten(1, (len(self.rows), -1))
-        for row, x_cLh in zip(self.rows, x_cnhL.transpose(2, 3).unbind(1), strict=True):
-            tokens = x_Mh[row]
-            if len(tokens) == self.chunks * self.chunk_tokens:
-                tokens.unflatten(0, (self.chunks, -1)).copy_(x_cLh)
-            else:
-                tokens.copy_(x_cLh.flatten(0, 1)[: len(tokens)])
-
-
-def _sets(lengths: Sequence[int], heads: int, device: torch.device) -> list[tuple[Tensor, list[_Group]]]:
-    """Documents that are computed together, longest first, [n], and the groups of their chunks.
-
-    A group has the first of the documents: those with tokens left.
-    """
-    elements = GROUP_ELEMENTS if device.type == "cpu" else DEVICE_GROUP_ELEMENTS
-    order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
-    starts, found = [0, *accumulate(lengths)], []
-    while order:
-        L = min(CHUNK_TOKENS, lengths[order[0]])
-        at_once = max(GROUP_CHUNKS, elements // (heads * L * L))
-        some = at_once // GROUP_CHUNKS
-        documents, order, groups, chunk = order[:some], order[some:], [], 0
-        counts = [-(-lengths[n] // L) for n in documents]
-        while left := sum(count > chunk for count in counts):
-            last = min(counts[left - 1], chunk + at_once // left)
-            rows = (slice(starts[n] + chunk * L, min(starts[n] + last * L, starts[n + 1])) for n in documents[:left])
-            groups.append(_Group(tuple(rows), last - chunk, L))
-            chunk = last
-        found.append((int64_tensor(tuple(documents), device), groups))
-    return found
+def _chunks(group: Group, query: Tensor, key: Tensor, log_decay: Tensor, beta: Tensor) -> "_Chunks | ChannelChunks":
+    return (ChannelChunks if log_decay.dim() == 4 else _Chunks)(group, query, key, log_decay, beta)
 
 
 class _Chunks:
@@ -188,7 +137,7 @@ class _Chunks:
     What is computed of queries and of keys alike is stored as 2L rows, keys second.
     """
 
-    def __init__(self, group: _Group, query: Tensor, key: Tensor, log_decay: Tensor, beta: Tensor):
+    def __init__(self, group: Group, query: Tensor, key: Tensor, log_decay: Tensor, beta: Tensor):
         self.beta_cbLG1, L = group.split(beta)[..., None], group.chunk_tokens
         self.both = self.beta_cbLG1.new_empty(*self.beta_cbLG1.shape[:2], 2 * L, key.shape[-1])
         self.key = group.split(key, out=self.both[:, :, L:])
@@ -235,7 +184,7 @@ class _Chunks:
             torch.mul(self.before[i], self.total_cb1G1[i], out=self.before[i + 1])
             self.before[i + 1].flatten(2).baddbmm_(self.key[i].mT, self.ended[i].flatten(2))
 
-    def backward(self, group: _Group, dy_MhGV: Tensor, d_state_bKGV: Tensor) -> tuple[Tensor, ...]:
+    def backward(self, group: Group, dy_MhGV: Tensor, d_state_bKGV: Tensor) -> tuple[Tensor, ...]:
         """The gradients of query, key, value, log decay and β. Changes that of the state after to that before."""
         L, beta = self.key.shape[2], self.beta_cbLG1
         d_rows = beta.new_empty(*self.both.shape[:3], *self.written.shape[3:])

@@ -31,7 +31,7 @@ TESTED_TOKENS, LARGEST_ERROR = 2048, 0.05
 Relative errors of bfloat16 are below 0.02, those of wrong kernels 0.5."""
 
 
-def obstacle(key: Tensor, value: Tensor, needs_gradient: bool) -> str | None:
+def obstacle(key: Tensor, value: Tensor, needs_gradient: bool, of_channels: bool = False) -> str | None:
     """The reason why the kernels are not used, or None."""
     if not value.is_cuda:
         return f"values are on {value.device}, but the kernels run on CUDA devices"
@@ -40,9 +40,8 @@ def obstacle(key: Tensor, value: Tensor, needs_gradient: bool) -> str | None:
     if key.shape[-1] > LARGEST_KEY:
         return f"keys have {key.shape[-1]} channels, but the kernels support up to {LARGEST_KEY}"
     if needs_gradient:
-        return missing_in_training(
-            value.device, DeltaSizes(key.shape[-2], value.shape[-2], key.shape[-1], value.shape[-1])
-        )
+        sizes = DeltaSizes(key.shape[-2], value.shape[-2], key.shape[-1], value.shape[-1])
+        return missing_in_training(value.device, sizes, of_channels)
     return None if find_spec("fla") else NOT_INSTALLED
 
 
@@ -50,19 +49,24 @@ NOT_INSTALLED = "the package fla-core is not installed"
 
 
 @cache
-def missing_in_training(device: torch.device, sizes: DeltaSizes) -> str | None:
-    """The reason why no training on this CUDA device uses the kernels, or None. The first call may compile them."""
+def missing_in_training(device: torch.device, sizes: DeltaSizes, of_channels: bool = False) -> str | None:
+    """The reason why no training on this CUDA device uses the kernels, or None. The first call may compile them.
+
+    Those of decays of channels have no guard, and no GPU has run them here: their gradients are always compared.
+    """
     if not find_spec("fla"):
         return NOT_INSTALLED
-    if not _guards_backward(device):
-        return None
-    if has_wrong_blocks(sizes.key_size):
-        return (
-            f"triton 3.4 to 3.7.0 miscompiles fla-core's kernels of keys of 33 to 64 channels, here {sizes.key_size}, "
-            "for Hopper GPUs; install torch>=2.12.1 or tilelang, or choose another model.delta.qk_size"
-        )
-    allow_right_blocks()
-    error = gradient_error(device, sizes)
+    if not of_channels:
+        if not _guards_backward(device):
+            return None
+        if has_wrong_blocks(sizes.key_size):
+            return (
+                "triton 3.4 to 3.7.0 miscompiles fla-core's kernels of keys of 33 to 64 channels, here "
+                f"{sizes.key_size}, for Hopper GPUs; install torch>=2.12.1 or tilelang, or choose another "
+                "model.delta.qk_size"
+            )
+        allow_right_blocks()
+    error = gradient_error(device, sizes, of_channels)
     if error > LARGEST_ERROR:
         return f"fla-core's kernels have relative errors of {error:.2g} in gradients here; install torch>=2.12.1"
     return None
@@ -98,7 +102,10 @@ def allow_right_blocks() -> None:
 
 
 def gradient_error(
-    device: torch.device, sizes: DeltaSizes, kernels: Callable[..., tuple[Tensor, Tensor]] | None = None
+    device: torch.device,
+    sizes: DeltaSizes,
+    of_channels: bool = False,
+    kernels: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> float:
     """The largest relative error, by norm, of the gradients of `kernels` (None: those of fla-core) against PyTorch.
 
@@ -108,7 +115,7 @@ def gradient_error(
     draw = lambda *shape: torch.randn(shape, generator=generator).to(device, torch.bfloat16)
     M, (h, H, K, V) = TESTED_TOKENS, sizes
     keys = [torch.nn.functional.normalize(draw(1, M, h, K), dim=-1) for _ in "qk"]
-    gates = [-draw(1, M, H).abs().float(), draw(1, M, H).float().sigmoid()]
+    gates = [-draw(1, M, H, *[K] * of_channels).abs().float(), draw(1, M, H).float().sigmoid()]
     inputs = [*keys, draw(1, M, H, V), *gates, draw(2, H, K, V).float()]
     weights = draw(1, M, H, V), draw(2, H, K, V).float()
     local = LocalDocuments.of(torch.tensor([0, 70, M]), 1, M, None)
@@ -140,14 +147,21 @@ def delta_rule(
 
     Queries and keys are rounded to the dtype of the values.
     """
-    from fla.ops import gated_delta_rule as kernels  # an optional package, and slow to import
+    from fla.ops import gated_delta_rule, kda  # an optional package, and slow to import
 
     recurrent = (
         not needs_gradient(query, key, value, log_decay, beta, initial) and max(local.lengths) <= RECURRENT_TOKENS
     )
-    kernel: Any = kernels.fused_recurrent_gated_delta_rule if recurrent else kernels.chunk_gated_delta_rule
     documents = dict(fla_documents(local.offsets, value.device)) if local.packed else {}
-    if recurrent:
+    if log_decay.dim() == 4:
+        kernel: Any = kda.fused_recurrent_kda if recurrent else kda.chunk_kda
+        if documents:  # for its own chunks, without a copy from the device
+            documents["cu_seqlens_cpu"] = torch.tensor(local.offsets)
+    else:
+        kernel = (
+            gated_delta_rule.fused_recurrent_gated_delta_rule if recurrent else gated_delta_rule.chunk_gated_delta_rule
+        )
+    if recurrent or log_decay.dim() == 4:
         documents.pop("chunk_indices", None)
     y, final = kernel(
         q=query.to(value.dtype).contiguous(),

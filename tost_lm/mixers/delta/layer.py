@@ -46,7 +46,8 @@ class DeltaMixer(TokenMixer):
     """A state per value head, which forgets at a rate and is corrected with a strength that depend on the token.
 
     The rows of `in_proj` are those of one key head after the other: its query, its key, the values and the output gates
-    of its value heads, their write strengths, and their decays. Those of `conv` likewise: query, key, values.
+    of its value heads, their write strengths, and their decays, one for each head or for each channel of its key. Those
+    of `conv` likewise: query, key, values.
     """
 
     State = DeltaState
@@ -57,18 +58,19 @@ class DeltaMixer(TokenMixer):
         super().__init__()
         self.key_heads, self.heads, self.key_size, self.value_size = h, H, K, V = DeltaSizes.of(shape)
         self.strength, group, width = 2 if shape.own.beta_to_two else 1, H // h, shape.width
-        self.norm_epsilon = shape.own.norm_epsilon
-        self.sizes = [2 * K + group * V, group * V, group, group]
+        self.norm_epsilon, self.of_channels = shape.own.norm_epsilon, shape.own.decay_per_channel
+        self.sizes = [2 * K + group * V, group * V, group, K if self.of_channels else group]
         self.in_proj = nn.Linear(width, h * sum(self.sizes), bias=shape.bias)
         self.out_proj = nn.Linear(H * V, width, bias=shape.bias)
         taps = torch.empty(h * self.sizes[0], CONV_TAPS)
         self.conv = nn.Parameter(taps.uniform_(-(CONV_TAPS**-0.5), CONV_TAPS**-0.5))
-        self.log_rate, self.step_bias = nn.Parameter(torch.empty(H)), nn.Parameter(torch.empty(H))
+        self.log_rate = nn.Parameter(torch.empty(H))
+        self.step_bias = nn.Parameter(torch.empty(H, K) if self.of_channels else torch.empty(H))
         self.norm = nn.Parameter(torch.empty(V))
         set_own_constants(self)
 
     def initial_values(self) -> dict[str, InitialValue]:
-        log_rate, step_bias = initial_decays(self.heads)
+        log_rate, step_bias = initial_decays(*self.step_bias.shape)
         return {"conv": Normal(conv_std()), "log_rate": log_rate, "step_bias": step_bias, "norm": 1.0}
 
     def forward(self, x_BTC: Tensor, state: DeltaState | None, info: SequenceInfo) -> tuple[Tensor, DeltaState | None]:
@@ -79,22 +81,24 @@ class DeltaMixer(TokenMixer):
         tokens_BTE, *taps = CONVOLUTION(info, info.handle, tensors, info.wanted_state)
         K, heads = self.key_size, (self.heads, self.value_size)
         query, key, value = silu(tokens_BTE).unflatten(-1, (self.key_heads, -1)).split([K, K, self.sizes[1]], -1)
-        log_decay_BTH, beta_BTH = self.rates(step.flatten(-2), beta.flatten(-2))
+        log_decay, beta_BTH = self.rates(step if self.of_channels else step.flatten(-2), beta.flatten(-2))
         tensors = [
             unit_length(query, scale=K**-0.5), unit_length(key), value.flatten(-2).unflatten(-1, heads),
-            log_decay_BTH, beta_BTH, state.memory if state else None, info.state_offsets,
+            log_decay, beta_BTH, state.memory if state else None, info.state_offsets,
         ]  # fmt: skip
         y_BTHV, *memory = DELTA_RULE(info, info.handle, tensors, info.wanted_state)
         y_BTHV = rms_norm(y_BTHV, heads[1:], eps=self.norm_epsilon) * self.norm
-        y_BTHV = y_BTHV * silu(gate.flatten(-2).unflatten(-1, heads))
+        gate_BTHV = gate.flatten(-2).unflatten(-1, heads)
+        y_BTHV = y_BTHV * (gate_BTHV.sigmoid() if self.of_channels else silu(gate_BTHV))
         return self.out_proj(y_BTHV.flatten(-2)), DeltaState(*memory, *taps) if taps else None
 
-    def rates(self, step_BTH: Tensor, beta_BTH: Tensor) -> tuple[Tensor, Tensor]:
-        """log α and β of the tokens, [B, T, H], in the statistics dtype."""
-        dtype = statistics_dtype(step_BTH)
-        with torch.autocast(step_BTH.device.type, enabled=False):
-            step_BTH = softplus(step_BTH.to(dtype) + self.step_bias.to(dtype))
-            return -self.log_rate.to(dtype).exp() * step_BTH, self.strength * beta_BTH.to(dtype).sigmoid()
+    def rates(self, step: Tensor, beta_BTH: Tensor) -> tuple[Tensor, Tensor]:
+        """log α, [B, T, H] or [B, T, H, K] as `step`, and β of the tokens, in the statistics dtype."""
+        dtype = statistics_dtype(step)
+        with torch.autocast(step.device.type, enabled=False):
+            rate = self.log_rate.to(dtype).exp()
+            step = softplus(step.to(dtype) + self.step_bias.to(dtype))
+            return -(rate[:, None] if self.of_channels else rate) * step, self.strength * beta_BTH.to(dtype).sigmoid()
 
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
         super().split_heads(ranks, softmax)
@@ -103,7 +107,7 @@ class DeltaMixer(TokenMixer):
     def missing_kernels(self) -> str | None:
         device = self.in_proj.weight.device
         sizes = DeltaSizes(self.key_heads, self.heads, self.key_size, self.value_size)
-        return missing_in_training(device, sizes) if device.type == "cuda" else None
+        return missing_in_training(device, sizes, self.of_channels) if device.type == "cuda" else None
 
 
 MIXER = DeltaMixer
@@ -122,16 +126,17 @@ def conv_std() -> float:
     return (3 * CONV_TAPS) ** -0.5
 
 
-def initial_decays(heads: int) -> tuple[Tensor, Tensor]:
-    """log of the rates, and biases of the steps before the softplus, each [H].
+def initial_decays(heads: int, *channels: int) -> tuple[Tensor, Tensor]:
+    """log of the rates, [H], and biases of the steps before the softplus, [H], or [H, K] for K channels.
 
     As published, rates are uniform between 0 and 16 and the logarithms of steps between those of 0.001 and 0.1; here
     evenly spread over the heads, and paired so that slow and fast rates have short and long steps.
     """
-    head_H = torch.arange(heads, dtype=torch.float64, device="cpu") + 0.5
-    rate_H, share_H = LARGEST_RATE * head_H / heads, (head_H * (math.sqrt(5) - 1) / 2) % 1
-    step_H = SHORTEST_STEP * (LONGEST_STEP / SHORTEST_STEP) ** share_H
-    return rate_H.log(), step_H.expm1().log()
+    spread = lambda count: torch.arange(count, dtype=torch.float64, device="cpu") + 0.5
+    rate_H = LARGEST_RATE * spread(heads) / heads
+    share = (spread(math.prod((heads, *channels))) * (math.sqrt(5) - 1) / 2) % 1
+    step = SHORTEST_STEP * (LONGEST_STEP / SHORTEST_STEP) ** share
+    return rate_H.log(), step.expm1().log().view(heads, *channels)
 
 
 def _apply(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Tensor]:

@@ -33,7 +33,7 @@ def delta_rule(
     Args:
         query, key: [B, T, h, K]; with H > h, each serves H / h consecutive value heads.
         value: [B, T, H, V], any floating dtype.
-        log_decay: log α, [B, T, H], at most 0; −∞ empties the state.
+        log_decay: log α, [B, T, H], or of each key channel, [B, T, H, K] with H = h; at most 0; −∞ empties the state.
         beta: [B, T, H], between 0 and 2.
         local: the documents of these tokens; each starts empty, or from its row of `initial_state`.
         initial_state: the states of N documents, [N, H, K, V]; None: empty.
@@ -58,7 +58,8 @@ def delta_rule(
         query_M, key_M, value_M, log_decay_M, beta_M = (x.flatten(0, 1) for x in (query, key, value, log_decay, beta))
 
         def scan(before: Tensor) -> tuple[Tensor, Tensor]:
-            if fla.obstacle(key, value, fla.needs_gradient(query, key, value, log_decay, beta, before)) is None:
+            trained = fla.needs_gradient(query, key, value, log_decay, beta, before)
+            if fla.obstacle(key, value, trained, log_decay.dim() == 4) is None:
                 return fla.delta_rule(query, key, value, log_decay, beta, before, local)
             return delta_rule_chunks(query_M, key_M, value_M, log_decay_M, beta_M, before, local.lengths)
 
@@ -80,7 +81,8 @@ def delta_rule_step(
     Args:
         query, key: [N, h, K].
         value: [N, H, V].
-        log_decay, beta: [N, H].
+        log_decay: [N, H] or [N, H, K].
+        beta: [N, H].
         state: [N, H, K, V].
 
     Returns:
@@ -89,7 +91,8 @@ def delta_rule_step(
     running, group = running_dtype(value.device), value.shape[1] // key.shape[1]
     with torch.autocast(value.device.type, enabled=False):
         query_NHK, key_NHK = (x.to(running).repeat_interleave(group, 1) for x in (query, key))
-        decayed_NHKV = log_decay.to(running).exp()[..., None, None] * state.to(running)
+        factor = log_decay.to(running).exp()[..., None]
+        decayed_NHKV = (factor if factor.dim() == 4 else factor[..., None]) * state.to(running)
         error_NHV = value.to(running) - (key_NHK[..., None, :] @ decayed_NHKV).squeeze(-2)
         written_NHV = beta.to(running)[..., None] * error_NHV
         state = torch.addcmul(decayed_NHKV, key_NHK[..., None], written_NHV[..., None, :])
@@ -121,6 +124,13 @@ def _check(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: T
             f"query and key must be [B, T, h, K] = {[B, T, f'a divisor of {H}', 'K']}, got {list(query.shape)} and "
             f"{list(key.shape)}"
         )
-    for name, x in (("log_decay", log_decay), ("beta", beta)):
-        if x.shape != (B, T, H):
-            raise ValueError(f"{name} must be [B, T, H] = {[B, T, H]}, got {list(x.shape)}")
+    of_channels = log_decay.dim() == 4
+    if of_channels and key.shape[2] != H:
+        raise ValueError(f"decays of channels need a key head for each of the {H} value heads, got {key.shape[2]}")
+    for name, x, shape in (
+        ("log_decay", log_decay, key.shape if of_channels else (B, T, H)),
+        ("beta", beta, (B, T, H)),
+    ):
+        if x.shape != shape:
+            symbols = "[B, T, H, K]" if len(shape) == 4 else "[B, T, H]"
+            raise ValueError(f"{name} must be {symbols} = {list(shape)}, got {list(x.shape)}")

@@ -11,7 +11,7 @@ CONV_TAPS = 4
 """Tokens that the convolution of queries, keys and values reads."""
 
 CHUNK_TOKENS = 32
-"""Tokens of a chunk: a system of as many equations is solved for each head."""
+"""Tokens of a chunk, a power of two: a system of as many equations is solved for each head."""
 
 GROUP_ELEMENTS = 1 << 16
 """Elements of the [L, L] scores of chunks that a CPU computes at once: what is computed of them stays in its cache."""
@@ -36,6 +36,8 @@ class DeltaSettings(Section):
     """Channels of the values of a head; without it qk_size."""
     beta_to_two: bool = False
     """Write strengths up to 2 instead of 1: the state can reverse what it returns for a key (arXiv 2411.12537)."""
+    decay_per_channel: bool = False
+    """A decay for each channel of a key instead of each head, and output gates by a sigmoid instead of SiLU, as in Kimi Delta Attention (arXiv 2510.26692)."""
     norm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the mean square in the norm of the outputs."""
 

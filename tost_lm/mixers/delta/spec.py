@@ -9,8 +9,9 @@ Smaller terms are not counted. Chunks execute more, as products of matrices.
 Autograd stores, in bytes per token: the convolution's input, with 3 tokens before each row, and its output, e·E each;
 queries and keys before they are normalized 8·h·K in bfloat16, while in float32 they keep the memory of the values, e·E;
 normalized 8·h·K; what the state lacks of the values 4·H·V; the output's norm 4·H·V and e·H·V each for input, scale,
-gate, product and the input of the output projection; 24·H + 16·h for rates and lengths; a state 4·H·K·V for each group
-of chunks. With several sequence ranks, the maps of their tokens store 4·H·(K + V) and (K + V)/V such states.
+gate (not for that of a sigmoid), product and the input of the output projection; 12·H for write strengths, 12·H for
+decays or 12·H·K for those of channels, 16·h for lengths; a state 4·H·K·V for each group of chunks. With several
+sequence ranks, the maps of their tokens store 4·H·(K + V) and (K + V)/V such states.
 
 A state is 8·H·K·V + 3·e·E bytes: a matrix for each value head in float64, and the convolution's last 3 tokens. Up to
 `ALL_GATHER_RANKS` sequence ranks gather the maps of their tokens and states, 4·H·K·(K + 2·V) bytes a row, and 4·H·K·V
@@ -45,6 +46,11 @@ class DeltaSpec(AffineSpec):
 
     def problem(self, shape: DeltaShape) -> str | None:
         sizes = DeltaSizes.of(shape)
+        if shape.own.decay_per_channel and sizes.value_heads != sizes.key_heads:
+            return (
+                "model.delta.decay_per_channel needs as many value heads as key heads, here "
+                f"{sizes.value_heads} and {sizes.key_heads}; remove model.delta.value_heads"
+            )
         if sizes.value_heads % sizes.key_heads == 0:
             return None
         return (
@@ -64,16 +70,17 @@ class DeltaSpec(AffineSpec):
     def channels_in(self, shape: DeltaShape) -> int:
         """Queries, keys and values, gates of the outputs, write strengths and decays."""
         sizes = DeltaSizes.of(shape)
-        return sizes.convolved + sizes.value_heads * (sizes.value_size + 2)
+        return sizes.convolved + sizes.value_heads * (sizes.value_size + 1 + _decays(shape))
 
     def channels_out(self, shape: DeltaShape) -> int:
         sizes = DeltaSizes.of(shape)
         return sizes.value_heads * sizes.value_size
 
     def own_numbers(self, shape: DeltaShape) -> OwnNumbers:
-        """The convolution; two rates for each value head; the scales of the norm, which all heads share."""
+        """The convolution; a rate and its steps for each value head; the scales of the norm, which all heads share."""
         sizes = DeltaSizes.of(shape)
-        return OwnNumbers(sizes.convolved * CONV_TAPS, 2 * sizes.value_heads, sizes.value_size, 1)
+        rates = sizes.value_heads * (1 + _decays(shape))
+        return OwnNumbers(sizes.convolved * CONV_TAPS, rates, sizes.value_size, 1)
 
     def operator_flops(self, shape: DeltaShape) -> Flops:
         sizes = DeltaSizes.of(shape)
@@ -81,6 +88,7 @@ class DeltaSpec(AffineSpec):
         return Flops(7 * state + (2 * CONV_TAPS - 1) * convolved, 14 * state + (4 * CONV_TAPS - 1) * convolved)
 
     def launches(self) -> int:
+        """With a decay for each channel there are 15 more, which the plan leaves out."""
         return 142 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
@@ -93,7 +101,8 @@ class DeltaSpec(AffineSpec):
         maps = 4 * H * (K + V) + states * (K + V) / V if load.sequence > 1 else 0.0
         convolved = e * sizes.convolved * (2 + (CONV_TAPS - 1) / load.tokens_here)
         keys = 8 * h * K + (e * sizes.convolved if e == 4 else 8 * h * K)
-        return convolved + keys + (8 + 5 * e) * H * V + 24 * H + 16 * h + states + maps
+        gated = 5 - load.shape.own.decay_per_channel
+        return convolved + keys + (8 + gated * e) * H * V + 12 * H * (1 + _decays(load.shape)) + 16 * h + states + maps
 
     def state_bytes(self, load: Load) -> float:
         return self.summed_bytes(load) + self._taps_bytes(load)
@@ -108,6 +117,11 @@ class DeltaSpec(AffineSpec):
     def _taps_bytes(self, load: Load) -> float:
         """Of the convolution's last tokens."""
         return load.element_bytes * DeltaSizes.of(load.shape).convolved * (CONV_TAPS - 1)
+
+
+def _decays(shape: DeltaShape) -> int:
+    """Of a value head."""
+    return DeltaSizes.of(shape).key_size if shape.own.decay_per_channel else 1
 
 
 DELTA = DeltaSpec()

@@ -30,7 +30,7 @@ def delta_rule_naive(
     ys, finals = [], []
     for state_HKV, (start, end) in zip(initial_state.to(dtype), pairwise(local.offsets), strict=True):
         for t in range(start, end):
-            decayed_HKV = log_decay[t, :, None, None].exp() * state_HKV
+            decayed_HKV = log_decay[t].view(H, -1, 1).exp() * state_HKV
             error_HV = value[t] - torch.einsum("hk,hkv->hv", key[t], decayed_HKV)
             state_HKV = decayed_HKV + torch.einsum("h,hk,hv->hkv", beta[t], key[t], error_HV)
             ys.append(torch.einsum("hk,hkv->hv", query[t], state_HKV))

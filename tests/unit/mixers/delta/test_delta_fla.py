@@ -21,13 +21,17 @@ NAMES = ("query", "key", "value", "log_decay", "beta", "state")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is used where there is no GPU")
+@pytest.mark.parametrize("decays", [(4,), (4, 6)], ids=["of heads", "of channels"])
 @pytest.mark.parametrize(("B", "T", "offsets"), [(2, 3, None), (1, 7, [0, 1, 5, 7])])
-def test_the_recurrent_kernel_agrees_in_the_interpreter(B: int, T: int, offsets: list[int] | None):
+def test_the_recurrent_kernel_agrees_in_the_interpreter(
+    B: int, T: int, offsets: list[int] | None, decays: tuple[int, ...]
+):
     pytest.importorskip("fla")
     torch.manual_seed(0)
     local = LocalDocuments.of(None if offsets is None else torch.tensor(offsets), B, T, None)
-    query, key = (normalize(torch.randn(B, T, 2, 6), dim=-1) for _ in range(2))
-    inputs = query, key, torch.randn(B, T, 4, 5), -torch.rand(B, T, 4), 2 * torch.rand(B, T, 4)
+    h = 2 if len(decays) == 1 else 4
+    query, key = (normalize(torch.randn(B, T, h, 6), dim=-1) for _ in range(2))
+    inputs = query, key, torch.randn(B, T, 4, 5), -torch.rand(B, T, *decays), 2 * torch.rand(B, T, 4)
     state = torch.randn(len(local.whole_lengths), 4, 6, 5).double()
     expected, expected_final = delta_rule(*inputs, local=local, initial_state=state, output_final_state=True)
     y, final = fla.delta_rule(*inputs, state, local)
@@ -36,15 +40,20 @@ def test_the_recurrent_kernel_agrees_in_the_interpreter(B: int, T: int, offsets:
     torch.testing.assert_close(final, expected_final, rtol=1e-6, atol=1e-6)
 
 
-def test_the_reference_of_fla_in_chunks_agrees():
+@pytest.mark.parametrize(
+    ("module", "rule", "decays"),
+    [("gated_delta_rule", "naive_chunk_gated_delta_rule", (3,)), ("kda", "naive_chunk_kda", (3, 16))],
+    ids=["of heads", "of channels"],
+)
+def test_the_reference_of_fla_in_chunks_agrees(module: str, rule: str, decays: tuple[int, ...]):
     """Outputs, states and gradients. It computes in float32; its scale of queries is 1 / √K."""
-    naive = pytest.importorskip("fla.ops.gated_delta_rule.naive")
+    naive = pytest.importorskip(f"fla.ops.{module}.naive")
     torch.manual_seed(0)
-    local = LocalDocuments.of(None, 2, 100, None)
-    query, key = (normalize(torch.randn(2, 100, 3, 16), dim=-1) for _ in range(2))
-    inputs = query, key, torch.randn(2, 100, 3, 8), -torch.rand(2, 100, 3), torch.rand(2, 100, 3)
+    local, T = LocalDocuments.of(None, 2, 128, None), 128
+    query, key = (normalize(torch.randn(2, T, 3, 16), dim=-1) for _ in range(2))
+    inputs = query, key, torch.randn(2, T, 3, 8), -torch.rand(2, T, *decays), torch.rand(2, T, 3)
     inputs = *inputs, torch.randn(2, 3, 16, 8)
-    weights = torch.randn(2, 100, 3, 8), torch.randn(2, 3, 16, 8)
+    weights = torch.randn(2, T, 3, 8), torch.randn(2, 3, 16, 8)
 
     def results(rule: Any, dtype: torch.dtype, **settings: Any) -> list[Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
@@ -53,7 +62,7 @@ def test_the_reference_of_fla_in_chunks_agrees():
         return [y, final.to(dtype), *gradients]
 
     ours, truth = (results(delta_rule, dtype, local=local) for dtype in (torch.float32, torch.float64))
-    theirs = results(naive.naive_chunk_gated_delta_rule, torch.float32, scale=1.0)
+    theirs = results(getattr(naive, rule), torch.float32, scale=1.0)
     for name, mine, other, exact in zip(("y", "final", *NAMES), ours, theirs, truth, strict=True):
         assert_as_accurate(mine, other, exact, name)
 
@@ -101,13 +110,14 @@ def test_training_with_kernels_that_triton_miscompiles_is_refused(
     monkeypatch.setattr(fla, "version", lambda package: triton)
     monkeypatch.setattr(fla, "allow_right_blocks", lambda: None)
     errors = {32: 0.01, 128: 0.4}
-    monkeypatch.setattr(fla, "gradient_error", lambda device, sizes: errors[sizes.key_size])
+    monkeypatch.setattr(fla, "gradient_error", lambda device, sizes, _: errors[sizes.key_size])
 
-    def layer_on(device: str, size: int) -> Any:
+    def layer_on(device: str, size: int, of_channels: bool = False) -> Any:
         weight = SimpleNamespace(device=torch.device(device))
         return SimpleNamespace(
-            in_proj=SimpleNamespace(weight=weight), key_heads=1, heads=1, key_size=size, value_size=size
-        )
+            in_proj=SimpleNamespace(weight=weight), key_heads=1, heads=1, key_size=size, value_size=size,
+            of_channels=of_channels,
+        )  # fmt: skip
 
     assert DeltaMixer.missing_kernels(layer_on("cpu", 64)) is None
     right, wrong_block, wrong = (DeltaMixer.missing_kernels(layer_on("cuda", size)) for size in (32, 64, 128))
@@ -117,6 +127,9 @@ def test_training_with_kernels_that_triton_miscompiles_is_refused(
         wrong == "fla-core's kernels have relative errors of 0.4 in gradients here; install torch>=2.12.1"
     ) == guarded
     assert obstacle("cuda", torch.bfloat16, 64, trained=False) is None  # the forward pass is right
+    right, wrong = (DeltaMixer.missing_kernels(layer_on("cuda", size, of_channels=True)) for size in (32, 128))
+    assert right is None
+    assert wrong is not None  # on any GPU
 
 
 def test_the_guard_of_fla_stays_for_blocks_of_64(monkeypatch: pytest.MonkeyPatch):
@@ -154,8 +167,9 @@ class Reached:
         raise ReachedError
 
 
+@pytest.mark.parametrize("of_channels", [False, True])
 @pytest.mark.parametrize("error", [0.0, 0.5])
-def test_wrong_gradients_are_noticed(error: float):
+def test_wrong_gradients_are_noticed(error: float, of_channels: bool):
     """The comparison with kernels in bfloat16 that are right, and with an error in the gradient of a decay."""
 
     def kernels(*tensors: Any) -> tuple[Tensor, Tensor]:
@@ -167,5 +181,5 @@ def test_wrong_gradients_are_noticed(error: float):
         assert final is not None
         return y, final
 
-    found = fla.gradient_error(torch.device("cpu"), DeltaSizes(1, 2, 16, 8), kernels)
+    found = fla.gradient_error(torch.device("cpu"), DeltaSizes(1 + of_channels, 2, 16, 8), of_channels, kernels)
     assert 0 < found < 0.02 if not error else found > fla.LARGEST_ERROR

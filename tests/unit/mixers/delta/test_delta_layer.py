@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from public_layers import run_in_torch
 from torch import nn
 from torch.nn.functional import softplus
 
@@ -36,6 +37,42 @@ def test_initial_values_are_spread_over_the_published_ranges():
     assert mixer.conv.std().item() == pytest.approx(12**-0.5, rel=0.1)
 
 
+def test_a_decay_per_channel_is_the_layer_of_kimi_linear():
+    """transformers' layer in float64, whose decays and gates are products of two smaller matrices."""
+    modeling = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    settings = {"hidden_size": WIDTH, "linear_num_heads": 2, "linear_head_dim": 6, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    theirs = modeling.KimiLinearDeltaAttention(modeling.KimiLinearConfig(**settings), 0).double()
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    ours = DeltaMixer(config_of({"decay_per_channel": True}).shape_of("D")).double()
+    forget, x_BTC = theirs.forget_gate, torch.randn(2, 70, WIDTH, dtype=torch.float64)
+    projections = theirs.q_proj, theirs.k_proj, theirs.v_proj
+    by_head = [
+        *(projection.weight.unflatten(0, (2, 6)) for projection in projections),
+        (theirs.g_b_proj.weight @ theirs.g_a_proj.weight).unflatten(0, (2, 6)),
+        theirs.b_proj.weight[:, None],
+        (forget.f_b_proj.weight @ forget.f_a_proj.weight).unflatten(0, (2, 6)),
+    ]
+    ours.load_state_dict({
+        "in_proj.weight": torch.cat(by_head, 1).flatten(0, 1),
+        "out_proj.weight": theirs.o_proj.weight,
+        "conv": theirs.conv1d.weight.view(3, 2, 6, 4).transpose(0, 1).reshape(36, 4),
+        "log_rate": forget.A_log.flatten(),
+        "step_bias": forget.dt_bias.view(2, 6),
+        "norm": theirs.o_norm.weight,
+    })  # fmt: skip
+    info = SequenceInfo.of(torch.zeros(2, 70), None, None, None, False)
+    results = []
+    with run_in_torch(modeling, torch.float64):
+        for run in (lambda x: ours(x, None, info)[0], theirs):
+            leaf = x_BTC.clone().requires_grad_()
+            y_BTC = run(leaf)
+            y_BTC.square().sum().backward()
+            results.append((y_BTC, leaf.grad))
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
 def initialized(mixer: DeltaMixer) -> DeltaMixer:
     initialize(nn.ModuleDict({"mixer": mixer}), layers=1, std=0.02, seed=0)
     return mixer
@@ -65,3 +102,5 @@ def test_sizes_follow_the_model_and_value_heads_are_a_multiple_of_key_heads():
     assert (mixer.key_heads, mixer.heads, mixer.key_size, mixer.value_size) == (2, 2, 6, 6)
     with pytest.raises(ConfigError, match=r"model\.delta\.value_heads 4 is not a multiple of the 3 key heads"):
         config_of({"qk_heads": 3, "value_heads": 4})
+    with pytest.raises(ConfigError, match=r"decay_per_channel needs as many value heads as key heads, here 4 and 2"):
+        config_of({"value_heads": 4, "decay_per_channel": True})

@@ -5,7 +5,7 @@ Shapes as in `tost_lm.mixers.delta`.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from delta_naive import delta_rule_naive
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from tost_lm.mixers.delta import chunked
+from tost_lm.mixers.delta import groups
 from tost_lm.mixers.delta.operator import delta_rule
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.testing import assert_as_accurate
@@ -38,6 +38,8 @@ class Call:
     """None: drawn between 0 and 1."""
     emptied: float | None = None
     """Log decay of two tokens, in two heads; None: as the others."""
+    channels: bool = False
+    """A decay for each channel of the keys."""
 
     @property
     def local(self) -> LocalDocuments:
@@ -52,9 +54,10 @@ class Call:
         H, share = self.h * self.G, (lambda *shape: torch.rand(shape, generator=generator))
         draw = lambda *shape: torch.randn(shape, generator=generator)
         query, key = (normalize(draw(B, T, self.h, self.K), dim=-1) for _ in range(2))
-        log_decay = -share(B, T, H) if self.log_decay is None else torch.full((B, T, H), self.log_decay)
+        decays = (B, T, H, self.K) if self.channels else (B, T, H)
+        log_decay = -share(*decays) if self.log_decay is None else torch.full(decays, self.log_decay)
         if self.emptied is not None:
-            log_decay[0, [3, 20], [0, 1]] = self.emptied
+            log_decay[0, [3, 20], [0, 1], ...] = self.emptied
         beta = share(B, T, H) if self.beta is None else torch.full((B, T, H), self.beta)
         state = draw(len(self.lengths), H, self.K, self.V)
         drawn = query, key, draw(B, T, H, self.V), log_decay, beta, state
@@ -90,9 +93,9 @@ def assert_equal(found: Results, expected: Results, bound: float = 1e-10) -> Non
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch):
     """Chunks of 16 tokens, and several groups of them: a few tokens have several."""
-    monkeypatch.setattr(chunked, "CHUNK_TOKENS", 16)
-    monkeypatch.setattr(chunked, "GROUP_ELEMENTS", 3 * 16 * 16)
-    monkeypatch.setattr(chunked, "GROUP_CHUNKS", 2)
+    monkeypatch.setattr(groups, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(groups, "GROUP_ELEMENTS", 3 * 16 * 16)
+    monkeypatch.setattr(groups, "GROUP_CHUNKS", 2)
 
 
 CASES = {
@@ -108,10 +111,12 @@ CASES = {
     "no decay": Call((37, 3), log_decay=0.0, beta=1.0),
     "emptied at some tokens": Call((37, 3), G=2, emptied=-math.inf),
     "emptied by a finite number": Call((37, 3), emptied=-3e38),
+    "one head emptied": Call((37, 3), emptied=-math.inf),
     "nothing written": Call((37,), beta=0.0),
     "all replaced": Call((37,), beta=1.0),
     "reflections": Call((37, 20), beta=2.0, log_decay=0.0),
 }
+CASES |= {f"channels, {name}": replace(call, channels=True) for name, call in CASES.items() if call.G == 1}
 
 
 @pytest.mark.parametrize("call", CASES.values(), ids=CASES)
@@ -136,14 +141,14 @@ def test_the_reference_is_the_published_recurrence():
         torch.testing.assert_close(final[0, head], S)
 
 
-@pytest.mark.parametrize(("tokens", "elements", "chunks"), [(1, 1, 1), (5, 1, 3), (16, 1 << 20, 4), (64, 1 << 20, 1)])
+@pytest.mark.parametrize(("tokens", "elements", "chunks"), [(1, 1, 1), (4, 1, 3), (16, 1 << 20, 4), (64, 1 << 20, 1)])
 def test_sizes_of_chunks_and_groups_change_nothing(
     tokens: int, elements: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ):
     call = Call((3, 37, 1, 30), G=2)
     expected = results(in_chunks, call.inputs(), call.local)
     for name, value in (("CHUNK_TOKENS", tokens), ("GROUP_ELEMENTS", elements), ("GROUP_CHUNKS", chunks)):
-        monkeypatch.setattr(chunked, name, value)
+        monkeypatch.setattr(groups, name, value)
     assert_equal(results(in_chunks, call.inputs(), call.local), expected, 1e-12)
 
 
@@ -154,6 +159,9 @@ def test_sizes_of_chunks_and_groups_change_nothing(
         pytest.param(Call((100, 30), K=32, V=16, beta=2.0, log_decay=0.0), id="reflections"),
         pytest.param(Call((60, 30), log_decay=-50.0), id="strong decay"),
         pytest.param(Call((60, 30), emptied=-math.inf), id="emptied at some tokens"),
+        pytest.param(Call((100, 30, 3), K=32, V=16, channels=True), id="channels, drawn"),
+        pytest.param(Call((60, 30), log_decay=-50.0, channels=True), id="channels, strong decay"),
+        pytest.param(Call((60, 30), emptied=-math.inf, channels=True), id="channels, emptied at some tokens"),
     ],
 )
 def test_float32_is_as_accurate_as_the_formula_in_float32(call: Call):
@@ -219,6 +227,8 @@ def test_a_float32_state_is_resumed_exactly():
         ({0: (2, 9, 2, 7)}, "query and key must be"),
         ({2: (2, 9, 2)}, r"value must be floating point \[B, T, H, V\]"),
         ({3: (2, 9, 3)}, r"log_decay must be \[B, T, H\] = \[2, 9, 2\]"),
+        ({3: (2, 9, 2, 7)}, r"log_decay must be \[B, T, H, K\] = \[2, 9, 2, 8\]"),
+        ({3: (2, 9, 4, 8), 2: (2, 9, 4, 5)}, "decays of channels need a key head for each of the 4 value heads, got 2"),
         ({4: (2, 8, 2)}, r"beta must be \[B, T, H\]"),
         ({5: (1, 2, 8, 5)}, r"the state must be \[2, 2, 8, 5\], got \[1, 2, 8, 5\]"),
     ],

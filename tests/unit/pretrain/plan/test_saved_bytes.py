@@ -25,6 +25,7 @@ DTYPES: dict[str, tuple[torch.dtype, int]] = {"float32": (torch.float32, 4), "bf
         {"pattern": "T"},
         {"pattern": "D"},
         {"pattern": "D", "delta": {"qk_heads": 2, "value_heads": 4, "qk_size": 24}},
+        {"pattern": "D", "delta": {"value_size": 24, "decay_per_channel": True}},
         {"pattern": "T", "norm": "rms", "mlp": "swiglu"},
         {"pattern": "A", "softmax": {"kv_heads": 2}},
         {"pattern": "A", "softmax": {"kv_heads": 1, "qk_norm": True}},
