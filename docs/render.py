@@ -8,6 +8,7 @@ compares the pages with what this program would write. The results come from the
 - results/benchmarks: `python -m benchmarks.NAME`, one file for each device.
 - results/comparison: `python -m experiments.comparison`, one file for each run.
 - results/mqar.json: `python -m experiments.mqar experiments/mqar.toml`, as it stores it in runs/mqar.
+- results/needle_smollm2.json: `tost eval`, with the command that the file has, and what it ran on.
 - results/tests.json: `pytest --record`, the last run of each test file.
 """
 
@@ -27,6 +28,7 @@ from experiments.mqar import recall_table as mqar_table
 from tost_lm.cli.main import COMMANDS, purpose, source_of
 from tost_lm.config import read_toml
 from tost_lm.markdown import table
+from tost_lm.tasks.grid import HEADER, rows_of
 
 CHECKOUT = Path(__file__).parents[1]
 RESULTS = CHECKOUT / "results"
@@ -112,6 +114,12 @@ def mqar(_: str) -> str:
     return mqar_table(json.loads((RESULTS / "mqar.json").read_text())["results"])
 
 
+def needle(_: str) -> str:
+    """The table that `tost eval` printed of public weights."""
+    results = json.loads((RESULTS / "needle_smollm2.json").read_text())
+    return table(HEADER, rows_of(results["protocol"], results))
+
+
 def in_brief(_: str) -> str:
     about = {form: settings["about"] for form, settings in read_toml(FORMS).items() if "about" in settings}
     return evidence(stored("text"), about)
@@ -175,7 +183,7 @@ def tests() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands, "gpu": gpu, "guarantees": guarantees, "status": status, "comparison": comparison,
-    "evidence": in_brief, "recall": recall, "mqar": mqar,
+    "evidence": in_brief, "recall": recall, "mqar": mqar, "needle": needle,
     **{f"benchmark-{name}": partial(benchmark, name) for name in ("long", "storage")},
 }  # fmt: skip
 
