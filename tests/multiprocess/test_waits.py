@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doc_pages import blocks_of
 from forked import CHECKOUT
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -196,7 +195,7 @@ def test_synchronizations_by_deepspeed_are_recorded():
     assert waits == {"step.py:train_step": 1, **OF_THE_NORM, "timer.py:start": 2, "timer.py:stop": 2}
 
 
-(EMA,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == "gated_ema.py")
+EMA = (CHECKOUT / "experiments/gated_ema.py").read_text()
 PLUGINS = {"E": EMA, "H": (CHECKOUT / "experiments/hgrn2.py").read_text()}
 
 

@@ -1,17 +1,16 @@
-"""A token mixer of the user's own, the one of docs/tutorials/own_mixer.md, in all programs, as a user runs them."""
+"""A token mixer of the user's own, that of docs/tutorials/own_mixer.md, in all programs, as a user runs them."""
 
 import json
 from pathlib import Path
 
 import pytest
-from doc_pages import blocks_of
 from forked import CHECKOUT, Forked
 from programs import losses, refusal, run
 
 from tost_lm.files import sha256_bytes
 from tost_lm.testing import FLOAT32_REORDERED
 
-(EMA,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == "gated_ema.py")
+EMA = (CHECKOUT / "experiments/gated_ema.py").read_text()
 MARKED = f"from pathlib import Path\nPath('marker').touch()\n{EMA}"
 WORDS = ["run.toml", 'model.plugins=["gated_ema.py"]', "model.pattern=EA", "model.positions=none",
          "model.softmax.window=16"]  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from doc_pages import blocks_of
+from forked import CHECKOUT
 
 from tost_lm.checkpointing.format import flush_and_hash, publish_checkpoint, read_model_config, write_checkpoint
 from tost_lm.config import load_config, validate
@@ -18,7 +18,7 @@ from tost_lm.model.flops import parameters
 
 pytestmark = pytest.mark.quick
 
-(EMA,) = (block.text for block in blocks_of("docs/tutorials/own_mixer.md") if block.file == "gated_ema.py")
+EMA = (CHECKOUT / "experiments/gated_ema.py").read_text()
 SHAPE = {"layers": 2, "heads": 2, "width": 16, "vocab_size": 40, "max_positions": 16, "positions": "none"}
 MARKER = "from pathlib import Path\nPath('marker').touch()\n"
 
@@ -66,8 +66,8 @@ def refused(path: Path) -> str:
         ('"E", "gated', '"D", "gated', "the letter D is taken by gated delta rule; choose another letter"),
         ('"E", "gated', '"EM", "gated', "its letter is 'EM'; choose a capital letter"),
         ("register(EmaSpec(), GatedEma)", "", "registers no mixer; call tost_lm.mixers.plugins.register in it"),
-        ("import math", "import maths", "ModuleNotFoundError: No module named 'maths' (line 2); correct the file"),
-        ("import math", "import sys; sys.exit(0)", "SystemExit: 0 (line 2); correct the file"),
+        ("import math", "import maths", "ModuleNotFoundError: No module named 'maths' (line 11); correct the file"),
+        ("import math", "import sys; sys.exit(0)", "SystemExit: 0 (line 11); correct the file"),
         ("    def launches(self)", "    def launched(self)", "TypeError: Can't instantiate abstract class EmaSpec"),
         ("GatedEma(TokenMixer)", "GatedEma(nn.Module)", "GatedEma is no TokenMixer; derive it from"),
         ("letter, name, tag, settings =", "letter, name, _, settings =", "its spec has no tag; set it"),
