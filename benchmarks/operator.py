@@ -9,8 +9,8 @@ scaled_dot_product_attention; flash attention where the device has it). Each run
 1k to 1M tokens as far as memory and bench.cell_seconds allow. Bandwidth is a fraction of that of a copy on the same
 device; it counts the necessary traffic only: w and y forward, w, dy and dw backward (for the others their inputs and
 gradients). On a CPU, TSSA is also timed beside a busy process, and the delta rule without its convolution beside its
-matrix products alone. With the defaults it takes about 15 minutes on 2 CPU cores. Output: one table, and all values in
-results/benchmarks/.
+matrix products alone and beside decays of channels. With the defaults it takes about 15 minutes on 2 CPU cores. Output:
+one table, and all values in results/benchmarks/.
 """
 
 import os
@@ -113,10 +113,11 @@ def products_line(cell: Mapping[str, Any]) -> str:
     """How much time the delta rule needs beyond that of its matrix products."""
     if "failed" in cell:
         return f"{PRODUCTS}: {cell['failed']}"
-    products, whole = (median(cell[key]) for key in ("product_seconds", "seconds"))
+    products, whole, channels = (median(cell[key]) for key in ("product_seconds", "seconds", "channel_seconds"))
     return (
         f"{DELTA}, {cell['tokens']:,} tokens, {PRODUCTS}: {1e3 * whole:,.4g} ms, {whole / products:.2f} × the time of "
-        f"its matrix products alone, {1e3 * products:,.4g} ms."
+        f"its matrix products alone, {1e3 * products:,.4g} ms; with decays of channels {1e3 * channels:,.4g} ms, "
+        f"{channels / whole:.2f} × the time."
     )
 
 
@@ -206,9 +207,10 @@ def beside_a_busy_process(device: str, tokens: int, **shape: Any) -> dict[str, A
 
 
 def beside_its_products(device: str, tokens: int, batch: int, heads: int, channels: int, dtype: str) -> dict[str, Any]:
-    """Seconds of forward + backward of the delta rule, and in turns of the matrix products in them."""
+    """Seconds of forward + backward of the delta rule, of its matrix products, and with decays of channels."""
     make = lambda *shape: torch.randn(batch, tokens, heads, *shape, device=device, dtype=getattr(torch, dtype))
     inputs = [make(channels), unit_length(make(channels)), unit_length(make(channels)), -make().exp(), make().sigmoid()]
+    of_channels = [*inputs[:3], -make(channels).exp(), inputs[4]]
     local = LocalDocuments.of(None, batch, tokens, None)
 
     def rule(value: Tensor, key: Tensor, query: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
@@ -216,6 +218,7 @@ def beside_its_products(device: str, tokens: int, batch: int, heads: int, channe
 
     calls = {
         "seconds": called(rule, inputs, BOTH),
+        "channel_seconds": called(rule, of_channels, BOTH),
         "product_seconds": delta_products(device, tokens, batch * heads, channels),
     }
     return interleaved_seconds(calls, device, budget_s=30)

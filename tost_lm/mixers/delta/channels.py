@@ -79,7 +79,7 @@ class ChannelChunks:
         """The gradients of query, key, value, log decay and β. Changes that of the state after to that before."""
         beta, ended_key = self.beta, self.ended_key
         d_rows, d_state_bKV = (
-            self.key.new_empty(*self.key.shape[:3], 2, self.written.shape[-1]),
+            self.key.new_empty(*self.scores_cbL2L.shape[:4], dy_MhGV.shape[-1]),
             d_state_bKGV.squeeze(2),
         )
         dy_cbLV = group.split(dy_MhGV, out=d_rows[:, :, :, :1]).squeeze(3)
