@@ -8,7 +8,7 @@ compares the pages with what this program would write. The results come from the
 - results/benchmarks: `python -m benchmarks.NAME`, one file for each device.
 - results/comparison: `python -m experiments.comparison`, one file for each run.
 - results/mqar.json: `python -m experiments.mqar experiments/mqar.toml`, as it stores it in runs/mqar.
-- results/needle_smollm2.json: `tost eval`, with the command that the file has, and what it ran on.
+- results/needle_NAME.json: `tost eval`, with the commands that the file has, and what they ran on.
 - results/tests.json: `pytest --record`, the last run of each test file.
 """
 
@@ -114,10 +114,13 @@ def mqar(_: str) -> str:
     return mqar_table(json.loads((RESULTS / "mqar.json").read_text())["results"])
 
 
-def needle(_: str) -> str:
-    """The table that `tost eval` printed of public weights."""
-    results = json.loads((RESULTS / "needle_smollm2.json").read_text())
-    return table(HEADER, rows_of(results["protocol"], results))
+def needles(name: str, _: str) -> str:
+    """What `tost eval` has printed, and of trained models the step."""
+    rows = []
+    for results in json.loads((RESULTS / f"needle_{name}.json").read_text())["results"]:
+        step = results["identity"]["step"]
+        rows += rows_of(results["protocol"] if step is None else f"{results['protocol']}, step {step}", results)
+    return table(HEADER, rows)
 
 
 def in_brief(_: str) -> str:
@@ -183,8 +186,9 @@ def tests() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands, "gpu": gpu, "guarantees": guarantees, "status": status, "comparison": comparison,
-    "evidence": in_brief, "recall": recall, "mqar": mqar, "needle": needle,
+    "evidence": in_brief, "recall": recall, "mqar": mqar,
     **{f"benchmark-{name}": partial(benchmark, name) for name in ("long", "storage")},
+    **{f"needle-{name}": partial(needles, name) for name in ("smollm2", "longer")},
 }  # fmt: skip
 
 

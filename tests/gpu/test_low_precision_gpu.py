@@ -33,6 +33,7 @@ MODELS: list[dict[str, Any]] = [
     {"pattern": "T", "tssa": {"denom_bias": "head"}},
     {"pattern": "D"},
     {"pattern": "D", "delta": {"qk_heads": 2, "value_heads": 4, "value_size": 96, "beta_to_two": True}},
+    {"pattern": "D", "delta": {"decay_per_channel": True}},
     {"pattern": "A"},
     {"pattern": "A", "softmax": {"window": 64}},
     {"pattern": "A", "softmax": {"kv_heads": 2, "qk_norm": True}},

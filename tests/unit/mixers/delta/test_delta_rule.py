@@ -171,9 +171,10 @@ def test_float32_is_as_accurate_as_the_formula_in_float32(call: Call):
         assert_as_accurate(ours[name].to(theirs[name].dtype), theirs[name], truth[name], name)
 
 
-def test_bfloat16_costs_one_rounding():
+@pytest.mark.parametrize("channels", [False, True])
+def test_bfloat16_costs_one_rounding(channels: bool):
     """The errors of y and of all gradients, by norm, are at most 1.1 times those of exact values that are rounded."""
-    call = Call((100, 30, 3), K=32, V=16, G=2)
+    call = Call((100, 30, 3), K=32, V=16, G=1 if channels else 2, channels=channels)
     inputs = [x.detach().requires_grad_() for x in call.inputs(torch.bfloat16)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     # The weights of the loss are rounded, too: y is bfloat16, the final state float64.
