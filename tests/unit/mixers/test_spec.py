@@ -36,6 +36,8 @@ def test_numbers_are_those_of_the_layer(letter: str, settings: dict):
     own = {name: p for name, p in mixer.named_parameters() if not name.startswith(("in_proj.", "out_proj."))}
     count, whole = spec.own_numbers(shape), [p for name, p in own.items() if name not in mixer.OF_HEADS]
     assert count.decayed + count.vectors + count.replicated == sum(p.numel() for p in own.values())
+    decayed = [p for name, p in own.items() if p.dim() > 1 and name != "denom_bias"]  # as in optim/adamw.py
+    assert count.decayed == sum(p.numel() for p in decayed)
     assert (count.replicated, count.replicated_tensors) == (sum(p.numel() for p in whole), len(whole))
     assert all(p.shape[0] % config.heads == 0 for name, p in own.items() if name in mixer.OF_HEADS)
 

@@ -68,7 +68,8 @@ def missing_in_training(device: torch.device, sizes: DeltaSizes, of_channels: bo
         allow_right_blocks()
     error = gradient_error(device, sizes, of_channels)
     if error > LARGEST_ERROR:
-        return f"fla-core's kernels have relative errors of {error:.2g} in gradients here; install torch>=2.12.1"
+        other = "another version of fla-core" if of_channels else "torch>=2.12.1"
+        return f"fla-core's kernels have relative errors of {error:.2g} in gradients here; install {other}"
     return None
 
 

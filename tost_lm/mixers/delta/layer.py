@@ -65,12 +65,12 @@ class DeltaMixer(TokenMixer):
         taps = torch.empty(h * self.sizes[0], CONV_TAPS)
         self.conv = nn.Parameter(taps.uniform_(-(CONV_TAPS**-0.5), CONV_TAPS**-0.5))
         self.log_rate = nn.Parameter(torch.empty(H))
-        self.step_bias = nn.Parameter(torch.empty(H, K) if self.of_channels else torch.empty(H))
+        self.step_bias = nn.Parameter(torch.empty(H * K if self.of_channels else H))  # a vector: no weight decay
         self.norm = nn.Parameter(torch.empty(V))
         set_own_constants(self)
 
     def initial_values(self) -> dict[str, InitialValue]:
-        log_rate, step_bias = initial_decays(*self.step_bias.shape)
+        log_rate, step_bias = initial_decays(self.heads, len(self.step_bias) // self.heads)
         return {"conv": Normal(conv_std()), "log_rate": log_rate, "step_bias": step_bias, "norm": 1.0}
 
     def forward(self, x_BTC: Tensor, state: DeltaState | None, info: SequenceInfo) -> tuple[Tensor, DeltaState | None]:
@@ -81,7 +81,7 @@ class DeltaMixer(TokenMixer):
         tokens_BTE, *taps = CONVOLUTION(info, info.handle, tensors, info.wanted_state)
         K, heads = self.key_size, (self.heads, self.value_size)
         query, key, value = silu(tokens_BTE).unflatten(-1, (self.key_heads, -1)).split([K, K, self.sizes[1]], -1)
-        log_decay, beta_BTH = self.rates(step if self.of_channels else step.flatten(-2), beta.flatten(-2))
+        log_decay, beta_BTH = self.rates(step.flatten(-2), beta.flatten(-2))
         tensors = [
             unit_length(query, scale=K**-0.5), unit_length(key), value.flatten(-2).unflatten(-1, heads),
             log_decay, beta_BTH, state.memory if state else None, info.state_offsets,
@@ -93,12 +93,12 @@ class DeltaMixer(TokenMixer):
         return self.out_proj(y_BTHV.flatten(-2)), DeltaState(*memory, *taps) if taps else None
 
     def rates(self, step: Tensor, beta_BTH: Tensor) -> tuple[Tensor, Tensor]:
-        """log α, [B, T, H] or [B, T, H, K] as `step`, and β of the tokens, in the statistics dtype."""
+        """log α, [B, T, H] or [B, T, H, K], and β of the tokens, in the statistics dtype, from as many steps."""
         dtype = statistics_dtype(step)
         with torch.autocast(step.device.type, enabled=False):
-            rate = self.log_rate.to(dtype).exp()
-            step = softplus(step.to(dtype) + self.step_bias.to(dtype))
-            return -(rate[:, None] if self.of_channels else rate) * step, self.strength * beta_BTH.to(dtype).sigmoid()
+            rate, step = -self.log_rate.to(dtype).exp(), softplus(step.to(dtype) + self.step_bias.to(dtype))
+            log_decay = rate[:, None] * step.unflatten(-1, (self.heads, -1)) if self.of_channels else rate * step
+            return log_decay, self.strength * beta_BTH.to(dtype).sigmoid()
 
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
         super().split_heads(ranks, softmax)
@@ -126,17 +126,17 @@ def conv_std() -> float:
     return (3 * CONV_TAPS) ** -0.5
 
 
-def initial_decays(heads: int, *channels: int) -> tuple[Tensor, Tensor]:
-    """log of the rates, [H], and biases of the steps before the softplus, [H], or [H, K] for K channels.
+def initial_decays(heads: int, channels: int = 1) -> tuple[Tensor, Tensor]:
+    """log of the rates, [H], and biases of the steps before the softplus, for each channel of each head in turn.
 
     As published, rates are uniform between 0 and 16 and the logarithms of steps between those of 0.001 and 0.1; here
     evenly spread over the heads, and paired so that slow and fast rates have short and long steps.
     """
     spread = lambda count: torch.arange(count, dtype=torch.float64, device="cpu") + 0.5
     rate_H = LARGEST_RATE * spread(heads) / heads
-    share = (spread(math.prod((heads, *channels))) * (math.sqrt(5) - 1) / 2) % 1
+    share = (spread(heads * channels) * (math.sqrt(5) - 1) / 2) % 1
     step = SHORTEST_STEP * (LONGEST_STEP / SHORTEST_STEP) ** share
-    return rate_H.log(), step.expm1().log().view(heads, *channels)
+    return rate_H.log(), step.expm1().log()
 
 
 def _apply(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Tensor]:

@@ -129,7 +129,7 @@ def test_training_with_kernels_that_triton_miscompiles_is_refused(
     assert obstacle("cuda", torch.bfloat16, 64, trained=False) is None  # the forward pass is right
     right, wrong = (DeltaMixer.missing_kernels(layer_on("cuda", size, of_channels=True)) for size in (32, 128))
     assert right is None
-    assert wrong is not None  # on any GPU
+    assert str(wrong).endswith("install another version of fla-core")  # on any GPU
 
 
 def test_the_guard_of_fla_stays_for_blocks_of_64(monkeypatch: pytest.MonkeyPatch):

@@ -59,7 +59,7 @@ def test_a_decay_per_channel_is_the_layer_of_kimi_linear():
         "out_proj.weight": theirs.o_proj.weight,
         "conv": theirs.conv1d.weight.view(3, 2, 6, 4).transpose(0, 1).reshape(36, 4),
         "log_rate": forget.A_log.flatten(),
-        "step_bias": forget.dt_bias.view(2, 6),
+        "step_bias": forget.dt_bias,
         "norm": theirs.o_norm.weight,
     })  # fmt: skip
     info = SequenceInfo.of(torch.zeros(2, 70), None, None, None, False)
