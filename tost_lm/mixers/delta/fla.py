@@ -156,14 +156,13 @@ def delta_rule(
     documents = dict(fla_documents(local.offsets, value.device)) if local.packed else {}
     if log_decay.dim() == 4:
         kernel: Any = kda.fused_recurrent_kda if recurrent else kda.chunk_kda
-        if documents:  # for its own chunks, without a copy from the device
-            documents["cu_seqlens_cpu"] = torch.tensor(local.offsets)
-    else:
-        kernel = (
-            gated_delta_rule.fused_recurrent_gated_delta_rule if recurrent else gated_delta_rule.chunk_gated_delta_rule
-        )
-    if recurrent or log_decay.dim() == 4:
+        if documents:  # from these the kernels compute the indices of chunks, without a copy from the device
+            documents = {"cu_seqlens": documents["cu_seqlens"], "cu_seqlens_cpu": torch.tensor(local.offsets)}
+    elif recurrent:
+        kernel = gated_delta_rule.fused_recurrent_gated_delta_rule
         documents.pop("chunk_indices", None)
+    else:
+        kernel = gated_delta_rule.chunk_gated_delta_rule
     y, final = kernel(
         q=query.to(value.dtype).contiguous(),
         k=key.to(value.dtype).contiguous(),

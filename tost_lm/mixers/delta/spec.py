@@ -88,7 +88,7 @@ class DeltaSpec(AffineSpec):
         return Flops(7 * state + (2 * CONV_TAPS - 1) * convolved, 14 * state + (4 * CONV_TAPS - 1) * convolved)
 
     def launches(self) -> int:
-        """With a decay for each channel there are 15 more, which the plan leaves out."""
+        """With a decay for each channel there are 16 more, which the plan leaves out."""
         return 142 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
