@@ -83,7 +83,7 @@ def _difference(measure: str, ours: dict[int, Any], theirs: dict[int, Any]) -> s
             of_books[book].append(x - y)
     if not of_seeds:
         return "–"
-    over_books = _half_width(" (books {:.3f})", [fmean(values) for values in of_books.values()])
+    over_books = _half_width(" ({:.3f})", [fmean(values) for values in of_books.values()])
     return f"{fmean(of_seeds):+.3f}{_half_width(' ± {:.3f}', of_seeds)}{over_books}"
 
 

@@ -120,7 +120,7 @@ def test_differences_are_paired_by_seed_and_by_book():
     ]  # fmt: skip
     *_, row = tables.tables(results).splitlines()
     of_seeds, of_books = (12.706 * std / 2**0.5 for std in (2**0.5, 3 / 2**0.5))
-    assert f"| ours | +3.000 ± {of_seeds:.3f} (books {of_books:.3f}) | – |" in row
+    assert f"| ours | +3.000 ± {of_seeds:.3f} ({of_books:.3f}) | – |" in row
 
 
 @pytest.mark.parametrize("norm_after", ["", "A"])
