@@ -62,7 +62,9 @@ class ChannelChunks:
         (c, b, L, K), decay = self.key.shape, self.decay_cbLK
         self.scores_cbL2L = self.key.new_zeros(c, b, L, 2, L)
         self.scores_cbL2L[..., 0, :].diagonal(dim1=2, dim2=3).copy_(vecdot(self.query, self.key))
-        rows_cbL2K, self.ended_key = self.both_cbL2K * decay[..., None, :], self.key.clone()
+        self.ended_key = self.key.clone()
+        # Without `levels`, queries and keys are not needed again.
+        rows_cbL2K = torch.mul(self.both_cbL2K, decay[..., None, :], out=self.both_cbL2K if levels is None else None)
         P = 1
         while P < L:
             of_first, of_second = decay.unflatten(2, (-1, 2)).unbind(3)
@@ -103,21 +105,29 @@ class ChannelChunks:
         for P, (of_first, of_second, rows, columns) in reversed([(1 << i, x) for i, x in enumerate(self.levels)]):
             d_block = _blocks(d_scores_cbL2L, P).flatten(3, 4)
             d_second, d_first = _halves(d_both, P)[1].flatten(3, 4), _halves(d_key, P)[0]
-            d_second.mul_(of_first[..., None, :]).add_(d_block @ columns)
-            d_columns = d_block.mT @ rows
-            d_first.mul_(of_second[..., None, :]).add_(d_columns)
-            _halves(d_since, P)[0].sub_(d_columns.mul_(columns))
-        d_both *= self.decay_cbLK[..., None, :]
+            torch.addcmul(_product(d_block, columns), d_second, of_first[..., None, :], out=d_second)
+            d_columns = _product(d_block.mT, rows)
+            torch.addcmul(d_columns, d_first, of_second[..., None, :], out=d_first)
+            _halves(d_since, P)[0].addcmul_(d_columns, columns, value=-1)
+        d_query, d_key_of_rows = d_both.mul_(self.decay_cbLK[..., None, :]).unbind(3)
         # A decay counts for the pairs of a later row and an earlier column; `passed` is of columns and the chunk's end.
-        d_since += (self.both_cbL2K * d_both).sum(3)
+        d_since.addcmul_(d_query, self.query).addcmul_(d_key_of_rows, self.key)
         ones_LL = beta.new_ones(beta.shape[2], beta.shape[2])
         d_log_decay = (ones_LL.triu() @ d_since).add_((d_total_cbK * self.total_cbK1[..., 0])[:, :, None])
         d_log_decay += ones_LL.tril(-1) @ passed
         d_itself = d_scores_cbL2L[..., 0, :].diagonal(dim1=2, dim2=3)[..., None]
-        d_query, d_key_of_rows = d_both.unbind(3)
         d_query.addcmul_(d_itself, self.key)
         d_key.add_(d_key_of_rows).addcmul_(d_itself, self.query)
         return d_query, d_key, d_value[:, :, :, None], d_log_decay[:, :, :, None], d_beta
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, for which BLAS takes long if a is a column or a row of two."""
+    if a.shape[-1] == 1:
+        return a * b
+    if a.shape[-2] == 1:
+        return (a[..., :1] * b[..., :1, :]).addcmul_(a[..., 1:], b[..., 1:, :])
+    return a @ b
 
 
 def _halves(x_cbL: Tensor, P: int) -> tuple[Tensor, ...]:
