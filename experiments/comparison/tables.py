@@ -26,8 +26,8 @@ def tables(results: Sequence[dict[str, Any]]) -> str:
         (form, *(_difference(measure, by_seed[form], by_seed[first]) for measure in DECISIVE)) for form in others
     ]
     if others:
-        found = [row for row in differences if set(row[1:]) != {"–"}]
-        parts += [f"Minus {first}:", table(("form", *DECISIVE), found)]
+        measured = [row for row in differences if set(row[1:]) != {"–"}]
+        parts += [f"Minus {first}:", table(("form", *DECISIVE), measured)]
     return "\n\n".join(parts)
 
 
