@@ -76,7 +76,7 @@ class Sizes(NamedTuple):
 
 
 SIZES = {  # those of the recipes on 8 GPUs
-    "cuda": Sizes(60, 1024, PackedSizes(2, 8, 4096), PackedSizes(32, 1, 8192), 64, {}),
+    "cuda": Sizes(60, 1024, PackedSizes(2, 8, 4096), PackedSizes(16, 2, 8192), 64, {}),
     "cpu": Sizes(
         4, 64, PackedSizes(2, 2, 128), PackedSizes(2, 1, 256), 2,
         {"layers": 4, "heads": 8, "width": 64, "vocab_size": 256},

@@ -6,10 +6,9 @@ The code runs as on CUDA in bfloat16, on tensors of the CPU whose results are no
 attention are counted and return what is in memory. Counted are launches of Triton kernels and operations of torch's
 dispatcher, without views and allocations. A fused matrix product is one operation, and an operation may launch several
 kernels. The counts depend on the layers and on the documents, not on the width. A second table has the kernels of a
-block under torch.compile, as Inductor generates them for a CPU. Output: two tables, and results/benchmarks/.
+block under torch.compile, as Inductor generates them for a Hopper GPU. Output: two tables, and results/benchmarks/.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from benchmarks import measure
+from benchmarks.hopper import COUNTS, kernels_of
 from tost_lm.config import Section, run_program, validate
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import compile_blocks
@@ -65,8 +65,9 @@ def run(config: LaunchesConfig, device: str) -> tuple[list[dict[str, Any]], str]
     layers = [count_compiled(name) for name in settings.models if len(name) == 1]
     compiled = [
         {
-            "forward + backward": f"one {layer['model']} block, compiled",
-            **{name: f"{forward} + {backward}" for name, (forward, backward) in layer["compiled"].items()},
+            "forward + backward": f"one {layer['model']} block of {layer['preset']}, compiled",
+            **{name: f"{layer['forward'][name]} + {layer['backward'][name]}" for name in COUNTS},
+            "bytes": " + ".join(f"{layer[one]['bytes_per_channel']:.1f}" for one in PASSES),
         }
         for layer in layers
     ]
@@ -75,7 +76,8 @@ def run(config: LaunchesConfig, device: str) -> tuple[list[dict[str, Any]], str]
         "documents. Operations without views, allocations and the optimizer. Layers are without norm, residual and "
         "MLP.\n\n"
         f"{measure.markdown_table(compiled)}\n\nGenerated kernels, products of matrices and calls of operators of a "
-        "block with norms, residuals and MLP. Operators launch what is counted above."
+        "block with norms, residuals and MLP in bfloat16. Bytes are those that generated kernels read and write, per "
+        "token and channel. Operators launch what is counted above."
     )
     return [*cells, *layers], text
 
@@ -146,28 +148,39 @@ def count(name: str, rows: int, seq_len: int, documents: int) -> dict[str, Any]:
     }
 
 
+PRESETS = {"T": "tost-base", "D": "delta-350m", "A": "delta-350m"}
+PASSES = ("forward", "backward")
+COMPILED_TOKENS = 4096
+
+
 def count_compiled(letter: str) -> dict[str, Any]:
-    """Kernels of one block under torch.compile, forward and backward, on the CPU: those that Inductor generates, and
-    calls of products of matrices and of our operators."""
-    from torch._inductor.utils import run_fw_bw_and_get_code
-
-    model, tokens, cu_seqlens = _packed(letter, 4, 64, 6)
+    """Kernels of one block under torch.compile, in the width of a preset: those that Inductor generates, and calls of
+    products of matrices and of our operators."""
+    model, tokens, cu_seqlens = _packed(letter, 1, COMPILED_TOKENS, 3, {"preset": PRESETS[letter]})
     x_BTC, info = _layer_input(compile_blocks(model), tokens, cu_seqlens)
-    _, codes = run_fw_bw_and_get_code(lambda: model.blocks[0](x_BTC, None, info)[0])
-    calls = {
-        "fused": r"^\s+cpp_fused\w*\(",
-        "products": r"extern_kernels\.\w+\(",
-        "operators": r"= torch\.ops\.tost_lm\.",
+    x_BTC = x_BTC.detach().float().requires_grad_()
+    found = kernels_of(lambda: model.blocks[0](x_BTC, None, info))
+    of_passes = {
+        one: {
+            **{name: getattr(kernels, name) for name in COUNTS},
+            "bytes_per_channel": kernels.bytes / x_BTC.numel(),
+            "kernels": [[name, kernels.bytes_of[name]] for name in kernels.calls],
+        }
+        for one, kernels in zip(PASSES, found, strict=True)
     }
-    found = {name: [len(re.findall(call, code, re.MULTILINE)) for code in codes] for name, call in calls.items()}
-    return {"model": letter, "compiled": found}
+    return {"model": letter, "preset": PRESETS[letter], **of_passes}
 
 
-def _packed(name: str, rows: int, seq_len: int, documents: int) -> tuple[TostLM, Tensor, Tensor]:
+SMALL = {"width": 192, "heads": 12}
+
+
+def _packed(
+    name: str, rows: int, seq_len: int, documents: int, size: dict[str, Any] = SMALL
+) -> tuple[TostLM, Tensor, Tensor]:
     """A model of a preset, or of one layer; its tokens and their offsets."""
     shape = {"pattern": name, "layers": 1} if len(name) == 1 else {"preset": name}
-    small = {"width": 192, "heads": 12, "vocab_size": 512, "max_positions": seq_len}
-    model = TostLM(validate(ModelConfig, {**shape, **small}, "benchmarks.launches")).bfloat16()
+    others = {"vocab_size": 512, "max_positions": seq_len}
+    model = TostLM(validate(ModelConfig, {**size, **shape, **others}, "benchmarks.launches")).bfloat16()
     cuts = {*range(0, rows * seq_len + 1, seq_len), *range(0, rows * seq_len, rows * seq_len // documents)}
     tokens = torch.zeros(1, rows * seq_len, dtype=torch.int64)
     return model, tokens, torch.tensor(sorted(cuts), dtype=torch.int32)

@@ -80,7 +80,8 @@ class DeltaMixer(TokenMixer):
         tensors = [tokens.flatten(-2), self.conv, state.taps if state else None, info.state_offsets]
         tokens_BTE, *taps = CONVOLUTION(info, info.handle, tensors, info.wanted_state)
         K, heads = self.key_size, (self.heads, self.value_size)
-        query, key, value = silu(tokens_BTE).unflatten(-1, (self.key_heads, -1)).split([K, K, self.sizes[1]], -1)
+        parts = tokens_BTE.unflatten(-1, (self.key_heads, -1)).split([K, K, self.sizes[1]], -1)
+        query, key, value = (silu(part) for part in parts)  # of the whole, a compiled block would store it
         log_decay, beta_BTH = self.rates(step.flatten(-2), beta.flatten(-2))
         tensors = [
             unit_length(query, scale=K**-0.5), unit_length(key), value.flatten(-2).unflatten(-1, heads),
@@ -114,11 +115,12 @@ MIXER = DeltaMixer
 
 
 def unit_length(x_BThK: Tensor, scale: float = 1) -> Tensor:
-    """`scale` · x / ‖x‖, in the statistics dtype."""
+    """`scale` · x / ‖x‖, in the statistics dtype; on CUDA devices rounded to the dtype of x, as the kernels take it."""
     with torch.autocast(x_BThK.device.type, enabled=False):
-        x_BThK = x_BThK.to(statistics_dtype(x_BThK))
-        length_BTh1 = vector_norm(x_BThK, dim=-1, keepdim=True)
-        return x_BThK * (scale * (length_BTh1.square() + UNIT_EPSILON).rsqrt())
+        wide_BThK = x_BThK.to(statistics_dtype(x_BThK))
+        length_BTh1 = vector_norm(wide_BThK, dim=-1, keepdim=True)
+        unit_BThK = wide_BThK * (scale * (length_BTh1.square() + UNIT_EPSILON).rsqrt())
+        return unit_BThK.to(x_BThK.dtype) if x_BThK.is_cuda else unit_BThK
 
 
 def conv_std() -> float:

@@ -1,0 +1,155 @@
+"""Inductor's code for a Hopper GPU, generated without one: the kernels of a compiled function, and their bytes.
+
+The graphs are traced on tensors of the CPU and lowered as if these were on a GPU. Nothing is compiled further or run.
+torch has no public way: the names patched here are private, those of torch 2.13.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+HOPPER: dict[str, Any] = {
+    "major": 9, "multi_processor_count": 132, "regs_per_multiprocessor": 65536, "warp_size": 32,
+    "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024,
+}  # fmt: skip
+GPU = torch.device("cuda:0")
+
+
+class Kernels(NamedTuple):
+    """The calls in the code of a pass."""
+
+    calls: list[str]
+    """Kernels that Inductor generated, in order."""
+    bytes_of: dict[str, int]
+    """What each of them reads and writes in a call, by Inductor's own count."""
+    products: int
+    operators: int
+    """Of `tost_lm`."""
+
+    @property
+    def generated(self) -> int:
+        return len(self.calls)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.bytes_of[name] for name in self.calls)
+
+
+COUNTS = ("generated", "products", "operators")
+
+
+class _GeneratedError(Exception):
+    """The code is complete."""
+
+
+def kernels_of(call: Callable[[], object]) -> list[Kernels]:
+    """The kernels of the forward and backward of the first graph that `call` compiles, as `compile_blocks` compiles
+    them. The call has tensors of the CPU and ends with that graph."""
+    from torch._inductor import compile_fx
+
+    torch.compiler.reset()  # else a graph of an earlier call may serve
+    codes: list[str] = []
+    generate = partial(_generate, codes, compile_fx.compile_fx_inner)
+    with _hopper(), patch.object(compile_fx, "compile_fx_inner", generate), suppress(_GeneratedError):
+        call()
+    return [_kernels(code) for code in codes]
+
+
+def _kernels(code: str) -> Kernels:
+    found = re.findall(r"'kernel_name': '(\w+)'.*?'kernel_num_gb': ([\d.e+-]+)", code)
+    body = code[code.index("\n    def call(") : code.index("\nrunner = ")]
+    return Kernels(
+        re.findall(r"^\s+(triton_\w+)\.run\(", body, re.MULTILINE),
+        {name: round(float(gigabytes) * 1e9) for name, gigabytes in found},
+        len(re.findall(r"extern_kernels\.\w+\(", body)),
+        len(re.findall(r"= torch\.ops\.tost_lm\.", body)),
+    )
+
+
+def _generate(codes: list[str], compile_inner: Callable[..., Any], graph: Any, inputs: Any, **options: Any) -> Any:
+    """In place of Inductor's compilation of a graph."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.exc import InductorError
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    graph, mode, codegen = copy.deepcopy(graph), FakeTensorMode(allow_non_fake_inputs=True), GraphLowering.codegen
+
+    def on_gpu(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dtype == torch.int64:  # handles and offsets stay on the host
+            return x
+        with mode:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=GPU)
+
+    def keep(lowering: Any) -> Any:
+        codes.append(codegen(lowering)[0].value)
+        raise _GeneratedError
+
+    for node in graph.graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": GPU}
+    inputs = [on_gpu(x) for x in inputs]
+    FakeTensorProp(graph, mode=mode).propagate_dont_convert_inputs(*inputs)
+    with tracing(TracingContext(mode)), V.set_fake_mode(mode), patch.object(GraphLowering, "codegen", keep):
+        try:
+            compile_inner(graph, inputs, **options)
+        except InductorError as error:
+            if not isinstance(error.inner_exception, _GeneratedError):
+                raise
+    return _end
+
+
+def _end(*_: Any) -> None:
+    raise _GeneratedError
+
+
+@contextmanager
+def _hopper() -> Iterator[None]:
+    """torch and Triton find a GPU, but do not use it."""
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._dynamo.variables import ConstantVariable, TensorVariable
+    from torch._functorch import config as functorch
+    from torch._inductor import compile_fx, config, scheduler
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch.utils import _triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    properties = SimpleNamespace(**HOPPER, minor=0, total_memory=141 << 30, name="NVIDIA H200")
+    always = lambda value: lambda *_, **__: value
+    of_interface = {
+        "get_device_properties": properties, "get_compute_capability": 90, "current_device": 0,
+        "raise_if_triton_unavailable": None, "is_bf16_supported": True,
+    }  # fmt: skip
+    target = SimpleNamespace(
+        get_current_target=always(GPUTarget("cuda", 90, 32)), get_current_device=always(0),
+        get_active_torch_device=always(GPU),
+    )  # fmt: skip
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        for name, value in of_interface.items():
+            enter(patch.object(CudaInterface, name, staticmethod(always(value))))
+        for name, value in (("get_device_properties", properties), ("current_device", 0)):
+            enter(patch.object(CudaInterface.Worker, name, staticmethod(always(value))))
+        for name, value in (("get_device_properties", properties), ("get_device_capability", (9, 0))):
+            enter(patch.object(torch.cuda, name, always(value)))
+        of_kernel = DeviceProperties(type="cuda", index=0, cc=90, **HOPPER)
+        enter(patch.object(DeviceProperties, "create", always(of_kernel)))
+        enter(patch.object(compile_fx, "_check_triton_bf16_support", always(None)))
+        enter(patch.object(scheduler, "has_triton", always(True)))
+        enter(patch.object(_triton, "triton_hash_with_backend", always("")))
+        enter(patch.object(driver, "_active", target))
+        enter(patch.object(TensorVariable, "method_attr_is_cuda", lambda *_: ConstantVariable.create(True)))
+        enter(functorch.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False))
+        enter(config.patch(fx_graph_cache=False, benchmark_kernel=True, compile_threads=1))
+        yield
