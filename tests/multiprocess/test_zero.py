@@ -169,13 +169,13 @@ def operations_after_the_last_backward() -> list[str]:
     return counter.names
 
 
-def test_the_optimizer_takes_few_launches_and_two_waits():
+def test_the_optimizer_takes_few_launches_and_one_wait():
     [names] = run_on_ranks(operations_after_the_last_backward, 1)
     adamw = ["_foreach_add_", "_fused_adamw_"]  # counts its steps, then updates a parameter group
     first = names.index("_fused_adamw_") - 1
     assert names[first : first + 4] == 2 * adamw
     others = names[:first] + names[first + 4 :]
-    assert others.count("_local_scalar_dense") == 1, "a wait, beside that for the losses"
+    assert others.count("_local_scalar_dense") == 1, "the only wait before the update: losses are computed by then"
     assert len(others) - 1 <= 20, others
 
 

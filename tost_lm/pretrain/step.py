@@ -192,8 +192,10 @@ def train_step(
         losses.append(torch.stack([output.loss.detach() - output.z_loss, output.z_loss]))
     # Tensor ranks have the same loss, but all must decide alike, even if one of them computed a wrong one.
     totals = all_reduce(all_reduce(torch.stack(losses).mean(0), mesh.replicas), mesh.tensor)
-    mean_loss, z_loss = (total / (mesh.replicas.size * mesh.tensor.size) for total in totals.tolist())
     before_update()
-    grad_norm = engine.skippable_step(lambda norm: not reason_to_skip(mean_loss, norm))
+    ranks = mesh.replicas.size * mesh.tensor.size
+    # A device computes losses and norm before the host waits for either.
+    grad_norm = engine.skippable_step(lambda norm: not reason_to_skip(totals.tolist()[0] / ranks, norm))
+    mean_loss, z_loss = (total / ranks for total in totals.tolist())
     unusable = "" if math.isfinite(grad_norm) else f"gradient norm is {grad_norm}"
     return Outcome(mean_loss, grad_norm, reason_to_skip(mean_loss, grad_norm) or unusable, z_loss)
