@@ -9,7 +9,7 @@ from memory_of_training import Measured, Settings, settings_of, train_measured
 from other_forms import OTHER_FORMS
 
 from tost_lm.config import validate
-from tost_lm.mixers.delta import spec as delta_spec
+from tost_lm.mixers import spec as mixer_spec
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.plan import activations as plan_activations
 from tost_lm.pretrain.plan import traffic
@@ -104,7 +104,7 @@ def test_messages_of_all_to_alls(tile_tokens: int, monkeypatch: pytest.MonkeyPat
 def test_messages_of_states_that_are_passed_on(tile_tokens: int, monkeypatch: pytest.MonkeyPatch):
     """On average: the first and the last rank pass on less."""
     settings = settings_of(**TINY, heads=8, pattern="DT", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})
-    for module in (traffic, plan_activations, delta_spec):
+    for module in (traffic, plan_activations, mixer_spec):
         monkeypatch.setattr(module, "ALL_GATHER_RANKS", 1)
     on_ranks = run_on_ranks(by_all_to_alls, 4, train_measured, settings)
     expected = [one for one in traffic.collectives(planned(settings)) if one.kind == "all-to-all"]

@@ -15,7 +15,8 @@ TRAIN = ["tost train", "run.toml", "train.steps=3"]
 CASES = [
     ("run.toml", TRAIN, f"run.toml: cannot be read: {NOT_A_FILE}; name a TOML file"),
     ("mixer.py", [*TRAIN, 'model.plugins=["mixer.py"]'], f"plugin mixer.py: cannot be read: {NOT_A_FILE}; name a Pyth"),
-    ("shards/manifest.json", [*TRAIN, "data.folder=shards"], f"shards/manifest.json: cannot be read: {NOT_A_FILE}; "),
+    ("shards/manifest.json", [*TRAIN, "data.folder=shards", "run.name=new"],
+     f"shards/manifest.json: cannot be read: {NOT_A_FILE}; "),
     ("runs/.tiny.lock", TRAIN, f"runs/tiny: cannot be written: {NOT_A_FILE}; "),
     ("runs/tiny/events.jsonl", TRAIN, f"runs/tiny/events.jsonl: {NOT_A_FILE}"),
     ("runs/tiny/log.txt", TRAIN, f"runs/tiny/log.txt: {NOT_A_FILE}"),

@@ -26,7 +26,7 @@ from tost_lm.errors import CheckpointError, ConfigError, first_problem
 from tost_lm.files import read_rows
 from tost_lm.remote import RemotePath, list_files, local_copy
 
-CHECKPOINTS, ENVIRONMENT, FLIGHT_RECORDER = "checkpoints", "env.json", "flight_recorder"
+CHECKPOINTS, ENVIRONMENT, FLIGHT_RECORDER, HEARTBEATS = "checkpoints", "env.json", "flight_recorder", "heartbeats"
 
 
 class _Row(BaseModel):

@@ -25,9 +25,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files with the weights in a folder. Raises CheckpointError: there are none."""
+    """The files with the weights in a folder. Raises CheckpointError: there are none. OSError: one is no file."""
     if files := sorted(folder.glob("model*.safetensors")):
-        return files
+        return [regular_file(file) for file in files]
     raise CheckpointError(
         f"{folder}: no model.safetensors; load the model in transformers and write it with save_pretrained"
     )

@@ -19,7 +19,7 @@ from tost_lm.checkpointing.format import (
     verify_checkpoint,
 )
 from tost_lm.checkpointing.reading import load_weights, restore
-from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, find_checkpoint, step_folders, step_of
+from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, HEARTBEATS, find_checkpoint, step_folders, step_of
 from tost_lm.config import load_config
 from tost_lm.data.loader import Corpora
 from tost_lm.data.stages import StageRecord, StageSource
@@ -252,7 +252,7 @@ def _with_initial_weights(
 
 def _of_an_ended_first_launch(path: Path) -> bool:
     """Whether a launch that ended before it wrote its settings may have left this."""
-    return path.name.startswith(".") or path.name == FLIGHT_RECORDER
+    return path.name.startswith(".") or path.name in (FLIGHT_RECORDER, HEARTBEATS)
 
 
 def require_same_checkpoints(config: PretrainConfig, start: StartPoint) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER
+from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, HEARTBEATS
 from tost_lm.checkpointing.run_lock import run_lock
 from tost_lm.data.prefetch import MicroBatch, prefetched
 from tost_lm.optim.settings import learning_rate
@@ -58,7 +58,7 @@ def train(
     config = start.stage.config
     enable_flight_recorder(config.run_folder / FLIGHT_RECORDER)
     world = start_world(config.run.device, config.run.timeouts)
-    heartbeat = Heartbeat(config.run_folder / "heartbeats", world.rank)
+    heartbeat = Heartbeat(config.run_folder / HEARTBEATS, world.rank)
     with watch_ranks(heartbeat, config.run.timeouts, graceful_stop.request):
         prepare_process(config, world.device)
         require_same_start(start, evaluation.facts if evaluation else {})
