@@ -549,7 +549,7 @@ def _exit_with_lines(error: TostError) -> NoReturn:
     if error.printed_here is not False:
         for line in str(error).splitlines():
             print(f"error: {f'rank {rank}: ' if alone else ''}{printable(line)}", file=sys.stderr, flush=True)
-    sys.exit(EXIT_BAD_INPUT)
+    sys.exit(EXIT_INTERRUPTED if error.interrupted else EXIT_BAD_INPUT)
 
 
 def _setting_lines(section: type[Section], prefix: str) -> Iterator[str]:

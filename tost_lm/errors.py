@@ -43,6 +43,8 @@ class TostError(Exception):
 
     printed_here: bool | None = None
     """Whether this rank prints an error that all ranks raise; None: this rank may be the only one with the error."""
+    interrupted = False
+    """Ctrl-C on another rank is the cause: the program exits as after Ctrl-C."""
 
 
 class ConfigError(TostError, ValueError):

@@ -113,7 +113,7 @@ def test_a_stopped_job_is_not_requeued_and_the_next_one_resumes_on_one_node(node
     step = newest_step(workplace)
     last = Job(nodes, workplace, *LONG, f"run.stop_at_step={step + 9}", "--nodes=1")
     assert last.end() == ("COMPLETED", 0, 0), last.output()
-    assert "1 ranks" in last.output()
+    assert "1 rank on cpu" in last.output()
     assert last.resumed() == [step]
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tost_lm.config import EXIT_STOPPED
+from tost_lm.config import EXIT_INTERRUPTED, EXIT_STOPPED
 from tost_lm.errors import LostRankError, TostError
 from tost_lm.files import regular_file
 from tost_lm.parallel import timeouts
@@ -324,12 +324,13 @@ class _Watchdog:
             if self.error.printed_here:
                 print(f"error: {self.error}", file=sys.stderr, flush=True)
             dump_flight_record(timeouts.DUMP_S, timeouts.GIL_S)
-            os._exit(2)
+            os._exit(EXIT_INTERRUPTED if self.error.interrupted else 2)
 
     def agree(self, cause: str) -> LostRankError:
         """Answer, ask for the line, and wait for it. `cause` is this rank's error."""
         try:
             error = LostRankError(self.poll(cause))
+            error.interrupted = str(error).endswith(f": {KeyboardInterrupt.__name__}")
             is_lost = not self.store.get("ended")
             printer = self.me if self.has_own_end else self.store.set_if_new("printer", self.me)
             if self.read(int(printer)).status != ANSWERS:

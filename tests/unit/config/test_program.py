@@ -9,7 +9,7 @@ import pytest
 
 from tost_lm import config as program_module
 from tost_lm.config import Section, run_program
-from tost_lm.errors import DataError
+from tost_lm.errors import DataError, LostRankError
 
 pytestmark = pytest.mark.quick
 
@@ -160,6 +160,12 @@ def test_what_is_no_prompt(words: list[str], said: str, capsys: pytest.CaptureFi
 def test_errors_of_the_user(error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]):
     assert run(fail(error), "runs/x") == code
     assert capsys.readouterr().err == said
+
+
+def test_ctrl_c_on_another_rank_has_the_exit_code_of_ctrl_c():
+    error = LostRankError("rank 1 exited: KeyboardInterrupt")
+    error.interrupted = True
+    assert run(fail(error), "runs/x") == 130
 
 
 def test_a_rank_above_0_lets_rank_0_speak_first_and_then_names_itself(
