@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -193,9 +194,13 @@ def train_step(
     # Tensor ranks have the same loss, but all must decide alike, even if one of them computed a wrong one.
     totals = all_reduce(all_reduce(torch.stack(losses).mean(0), mesh.replicas), mesh.tensor)
     before_update()
-    ranks = mesh.replicas.size * mesh.tensor.size
+
+    @cache
+    def mean_losses() -> list[float]:
+        return [total / (mesh.replicas.size * mesh.tensor.size) for total in totals.tolist()]
+
     # A device computes losses and norm before the host waits for either.
-    grad_norm = engine.skippable_step(lambda norm: not reason_to_skip(totals.tolist()[0] / ranks, norm))
-    mean_loss, z_loss = (total / ranks for total in totals.tolist())
+    grad_norm = engine.skippable_step(lambda norm: not reason_to_skip(mean_losses()[0], norm))
+    mean_loss, z_loss = mean_losses()
     unusable = "" if math.isfinite(grad_norm) else f"gradient norm is {grad_norm}"
     return Outcome(mean_loss, grad_norm, reason_to_skip(mean_loss, grad_norm) or unusable, z_loss)
