@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-HOPPER: dict[str, Any] = {
-    "major": 9, "multi_processor_count": 132, "regs_per_multiprocessor": 65536, "warp_size": 32,
-    "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024,
-}  # fmt: skip
+HOPPER = SimpleNamespace(
+    name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, regs_per_multiprocessor=65536, warp_size=32,
+    max_threads_per_multi_processor=2048, max_threads_per_block=1024, total_memory=141 << 30,
+)  # fmt: skip
 GPU = torch.device("cuda:0")
 
 
@@ -120,34 +120,17 @@ def _hopper() -> Iterator[None]:
     from torch._dynamo.variables import ConstantVariable, TensorVariable
     from torch._functorch import config as functorch
     from torch._inductor import compile_fx, config, scheduler
-    from torch._inductor.runtime.hints import DeviceProperties
-    from torch.utils import _triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    properties = SimpleNamespace(**HOPPER, minor=0, total_memory=141 << 30, name="NVIDIA H200")
     always = lambda value: lambda *_, **__: value
-    of_interface = {
-        "get_device_properties": properties, "get_compute_capability": 90, "current_device": 0,
-        "raise_if_triton_unavailable": None, "is_bf16_supported": True,
-    }  # fmt: skip
-    target = SimpleNamespace(
-        get_current_target=always(GPUTarget("cuda", 90, 32)), get_current_device=always(0),
-        get_active_torch_device=always(GPU),
-    )  # fmt: skip
+    properties, target = always(HOPPER), SimpleNamespace(get_current_target=always(GPUTarget("cuda", 90, 32)))
     with ExitStack() as stack:
         enter = stack.enter_context
-        for name, value in of_interface.items():
-            enter(patch.object(CudaInterface, name, staticmethod(always(value))))
-        for name, value in (("get_device_properties", properties), ("current_device", 0)):
-            enter(patch.object(CudaInterface.Worker, name, staticmethod(always(value))))
-        for name, value in (("get_device_properties", properties), ("get_device_capability", (9, 0))):
-            enter(patch.object(torch.cuda, name, always(value)))
-        of_kernel = DeviceProperties(type="cuda", index=0, cc=90, **HOPPER)
-        enter(patch.object(DeviceProperties, "create", always(of_kernel)))
+        enter(patch.object(CudaInterface, "get_device_properties", staticmethod(properties)))
+        enter(patch.object(torch.cuda, "get_device_properties", properties))
         enter(patch.object(compile_fx, "_check_triton_bf16_support", always(None)))
         enter(patch.object(scheduler, "has_triton", always(True)))
-        enter(patch.object(_triton, "triton_hash_with_backend", always("")))
         enter(patch.object(driver, "_active", target))
         enter(patch.object(TensorVariable, "method_attr_is_cuda", lambda *_: ConstantVariable.create(True)))
         enter(functorch.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False))

@@ -118,7 +118,7 @@ def watched(fault: Callable[[], None], notes: Path) -> None:
             all_meet()
             fault()
     except LostRankError as error:
-        (notes / str(dist.get_rank())).write_text(json.dumps([str(error), error.printed_here]))
+        (notes / str(dist.get_rank())).write_text(json.dumps([str(error), error.printed_here, error.interrupted]))
         raise
 
 
@@ -132,9 +132,10 @@ def line_of(fault: Callable[[], None], notes: Path, raised_on: list[int], is_los
     assert (notes / LOST).exists() == is_lost
     raised = {int(note.name): json.loads(note.read_text()) for note in notes.iterdir() if note.name != LOST}
     assert sorted(raised) == raised_on, report.value
-    (line,) = {line for line, _ in raised.values()}
+    (line,) = {line for line, *_ in raised.values()}
     assert "\n" not in line
-    assert sum(printed_here for _, printed_here in raised.values()) == 1
+    assert sum(printed_here for _, printed_here, _ in raised.values()) == 1
+    assert {interrupted for *_, interrupted in raised.values()} == {fault is rank_1_is_interrupted}
     assert str(report.value).count(f"LostRankError: {line}\n") == len(raised_on)
     return line, str(report.value)
 

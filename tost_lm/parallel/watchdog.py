@@ -330,7 +330,7 @@ class _Watchdog:
         """Answer, ask for the line, and wait for it. `cause` is this rank's error."""
         try:
             error = LostRankError(self.poll(cause))
-            error.interrupted = str(error).endswith(f": {KeyboardInterrupt.__name__}")
+            error.interrupted = str(error).endswith("exited: KeyboardInterrupt")
             is_lost = not self.store.get("ended")
             printer = self.me if self.has_own_end else self.store.set_if_new("printer", self.me)
             if self.read(int(printer)).status != ANSWERS:

@@ -81,7 +81,7 @@ class DeltaMixer(TokenMixer):
         tokens_BTE, *taps = CONVOLUTION(info, info.handle, tensors, info.wanted_state)
         K, heads = self.key_size, (self.heads, self.value_size)
         parts = tokens_BTE.unflatten(-1, (self.key_heads, -1)).split([K, K, self.sizes[1]], -1)
-        query, key, value = (silu(part) for part in parts)  # of the whole, a compiled block would store it
+        query, key, value = (silu(part) for part in parts)  # a compiled block would store that of the whole
         log_decay, beta_BTH = self.rates(step.flatten(-2), beta.flatten(-2))
         tensors = [
             unit_length(query, scale=K**-0.5), unit_length(key), value.flatten(-2).unflatten(-1, heads),
