@@ -100,8 +100,8 @@ def text_run(name: str, form: dict[str, Any], words: list[str], seed: int) -> di
     count, seconds = parameters(config.model).total, read_rows(config.run_folder / "metrics.jsonl")[-1]["seconds"]
     found = measures(model, texts, config.train.seq_len)
     found["branches"] = branch_sizes(model, texts, config.train.seq_len)
-    if set(config.model.letters) > {"A"}:
-        found["loss_without_attention"] = losses(without_attention(model), texts).mean(1).tolist()
+    if zeroed := without_attention(model):
+        found["loss_without_attention"] = losses(zeroed, texts).mean(1).tolist()
     return {"command": command, "parameters": count, "train_seconds": seconds, **found}
 
 

@@ -8,6 +8,8 @@ import torch
 
 from experiments.mqar import MqarConfig, draw_model, evaluate, loss_of_examples
 from experiments.training import train
+from tost_lm.mixers.layer import TokenMixer
+from tost_lm.mixers.softmax.layer import SoftmaxMixer
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.optim.settings import OptimConfig
 
@@ -25,8 +27,8 @@ def recall(config: ModelConfig, seed: int) -> dict[str, Any]:
     model = draw_model(config, seed)
     train(model, OPTIM, STEPS, loss_of_examples(model, MQAR, BATCH, seed))
     found = {"train_seconds": time.perf_counter() - since, "accuracy": by_length(model)}
-    if set(config.letters) > {"A"}:
-        found["without_attention"] = by_length(without_attention(model))
+    if zeroed := without_attention(model):
+        found["without_attention"] = by_length(zeroed)
     return found
 
 
@@ -39,10 +41,11 @@ def by_length(model: TostLM) -> dict[str, float]:
 
 
 @torch.no_grad()
-def without_attention(model: TostLM) -> TostLM:
-    """A copy whose softmax layers add nothing."""
+def without_attention(model: TostLM) -> TostLM | None:
+    """A copy whose softmax layers add nothing. None: there are none, or no others."""
     copied = copy.deepcopy(model)
-    for n, letter in enumerate(model.config.letters):
-        if letter == "A":
-            copied.get_parameter(f"blocks.{n}.mixer.out_proj.weight").zero_()
-    return copied
+    mixers = [mixer for mixer in copied.modules() if isinstance(mixer, TokenMixer)]
+    of_softmax = [mixer for mixer in mixers if isinstance(mixer, SoftmaxMixer)]
+    for mixer in of_softmax:
+        mixer.out_proj.weight.zero_()
+    return copied if 0 < len(of_softmax) < len(mixers) else None

@@ -33,6 +33,11 @@ def convolution() -> Iterator[ModuleType]:
 
 
 @pytest.fixture
+def convolved_keys() -> Iterator[ModuleType]:
+    yield from registered("comparison.convolved_keys", "ConvolvedKeysSpec", "ConvolvedKeys")
+
+
+@pytest.fixture
 def shifted_keys() -> Iterator[ModuleType]:
     yield from registered("comparison.shifted_keys", "ShiftedKeysSpec", "ShiftedKeys")
 
