@@ -39,7 +39,7 @@ require_integer NODE_RANK 0 $((NODES - 1)) "number of this node"
 require_integer RANKS_PER_NODE 1 99999 "number of processes per node, one per GPU"
 require_integer MASTER_PORT 1 65535 "number of a free port of node 0"
 [[ -n "${MASTER_ADDR:-}" ]] || fail "MASTER_ADDR is not set; set it to the name or address of node 0"
-python -c "import tost_lm" 2> /dev/null ||
+python -P -c "import tost_lm" 2> /dev/null ||
   fail "python: not found, or without tost_lm; activate the environment: . .venv/bin/activate"
 
 if [[ -n "${INTERFACE:-}" ]]; then
@@ -49,4 +49,4 @@ if [[ -n "${INTERFACE:-}" ]]; then
 fi
 
 export NODES NODE_RANK RANKS_PER_NODE MASTER_ADDR MASTER_PORT
-exec python -m tost_lm.parallel.launch "${PROGRAM:-tost_lm.pretrain.commands.train}" "$@"
+exec python -P -m tost_lm.parallel.launch "${PROGRAM:-tost_lm.pretrain.commands.train}" "$@"

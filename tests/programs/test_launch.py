@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from forked import ENVIRONMENT, LIMIT_S
+from programs import run
 
 LONG = ["train.steps=100000", "checkpoint.interval=100000", "launch.ranks=2"]
 
@@ -110,3 +111,34 @@ def test_an_error_of_all_ranks_is_printed_once(workplace: Path, words: list[str]
         _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 2
     assert re.fullmatch(r"error: nowhere.*\n", errors)
+
+
+STAGES = 'stages=[{name="long", from_step=1}]'
+TRAP = "from pathlib import Path\nPath('ran').open('a').write(__name__)\nraise ImportError\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["prepare", "shards", "data.toml", "shards.folder=again", "shards.workers=2"],
+        pytest.param(["train", "run.toml", "train.steps=2", STAGES], marks=pytest.mark.slow),
+        pytest.param(["train", "run.toml", "train.steps=2", STAGES, "launch.ranks=2"], marks=pytest.mark.slow),
+        pytest.param(["eval", "runs/tiny", "heldout", "launch.ranks=2"], marks=pytest.mark.slow),
+    ],
+)
+def test_no_module_of_the_working_folder_runs(prepared: Path, workplace: Path, words: list[str]):
+    """Neither in the command, nor in its ranks, workers and later stages."""
+    for name in ("data.toml", "corpus.jsonl"):
+        (workplace / name).symlink_to(prepared / name)
+    if words[0] == "eval":
+        run("tost train", "run.toml", "train.steps=2", cwd=workplace)
+    for name in ("random", "secrets", "tempfile", "socket", "pickle", "psutil", "tomllib"):
+        (workplace / f"{name}.py").write_text(TRAP)
+    script = workplace / "bin/tost"  # as pip installs it
+    script.parent.mkdir()
+    script.write_text('from tost_lm.cli.main import main\nif __name__ == "__main__":\n    main()\n')
+    done = subprocess.run(
+        [sys.executable, str(script), *words], cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (workplace / "ran").exists(), (workplace / "ran").read_text()

@@ -1,6 +1,7 @@
 """The command `tost`: runs the module of a command, which is imported only then."""
 
 import ast
+import os
 import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -44,6 +45,7 @@ HELP = ("--help", "-h")
 
 def main() -> None:
     """Run the command that the command line names, or list the commands."""
+    os.environ["PYTHONSAFEPATH"] = "1"  # its workers would run modules of the working folder
     words = sys.argv[1:]
     if not words or words[0] in HELP:
         print("usage: tost COMMAND …; tost COMMAND --help lists its settings")

@@ -23,6 +23,8 @@ from tost_lm.parallel.settings import LaunchConfig
 
 LOOPBACK, LAUNCHER = "127.0.0.1", "TOST_LM_LAUNCHER"
 NODES_WAIT = timedelta(minutes=15)  # for the launchers of the other nodes
+PYTHON = ("-P", "-u", "-m")
+"""Without -P, modules of the working folder would run in place of those of Python."""
 EXIT_NEXT_STAGE = 76
 """Exit code of ranks whose program is to run again."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
@@ -137,7 +139,7 @@ def _launch(program: list[str], ranks: int, store: str, node: int = 0, nodes: in
     launch = 0
     while code == EXIT_NEXT_STAGE:
         try:
-            elastic_launch(config(launch), sys.executable)("-u", "-m", *program)
+            elastic_launch(config(launch), sys.executable)(*PYTHON, *program)
             code = 0
         except ChildFailedError as error:
             failures = sorted(error.failures.items(), key=lambda failure: failure[1].timestamp)
@@ -151,7 +153,7 @@ def end_for_next_stage(command: str) -> NoReturn:
     if "RANK" in os.environ:
         sys.exit(EXIT_NEXT_STAGE)
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-u", "-m", "tost_lm.cli.main", *command.split(), *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, *PYTHON, "tost_lm.cli.main", *command.split(), *sys.argv[1:]])
 
 
 def _exit_code(failures: list[tuple[int, int]], forwarded: set[int]) -> int:
