@@ -94,8 +94,9 @@ class Section(BaseModel):
     """A frozen group of settings. The docstring of each field is its text in `--help`."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # of values that are validated later; as null they would unset a setting
+    )  # fmt: skip
     exclusive: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of settings of which one is set. An override of one replaces the other of the file."""
 

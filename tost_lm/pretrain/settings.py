@@ -268,9 +268,9 @@ class Stage(NamedTuple):
             length = {name: value for name, value in tree["train"].items() if name != "steps"}
             steps = first + validate(TrainConfig, {**length, "tokens": changes.tokens}, what).steps
             tree["train"]["steps"] = steps
-        if tree["train"]["steps"] <= first:
-            raise ConfigError(f"{what}: it has no steps after step {first}; set its tokens or a larger train.steps")
         config = validate(type(self.config), tree, what).from_step(first)
+        if config.train.steps <= first:
+            raise ConfigError(f"{what}: it has no steps after step {first}; set its tokens or a larger train.steps")
         if obstacle := obstacle_to_schedule(config.optim, config.schedule_steps):
             raise ConfigError(f"{what}: {obstacle}")
         return Stage(self.name, self.config.model_copy(update={"train": here})), Stage(changes.name, config)

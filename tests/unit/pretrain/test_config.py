@@ -8,6 +8,7 @@ import pytest
 
 from tost_lm.config import differences, load_config, to_toml
 from tost_lm.errors import ConfigError
+from tost_lm.pretrain.sections import StageConfig
 from tost_lm.pretrain.settings import PretrainConfig
 
 BASE = """
@@ -192,3 +193,49 @@ def test_zero_3_needs_equally_many_mlp_tiles_on_each_sequence_rank(tmp_path: Pat
     read(tmp_path, data, *ranks, "train.seq_len=8", "memory.mlp_tile_tokens=3")
     read(tmp_path, data, *ranks, "train.seq_len=7", "memory.mlp_tile_tokens=2")
     read(tmp_path, data, "parallel.sequence=2", "train.seq_len=7", "memory.mlp_tile_tokens=3")
+
+
+ODD = [
+    "inf",
+    "-inf",
+    "nan",
+    "1e400",
+    "-1",
+    "0",
+    "3",
+    "0.5",
+    '"x"',
+    '""',
+    "true",
+    "[]",
+    "[[1]]",
+    "{}",
+    "{a=inf}",
+    "2000-01-01",
+]
+OF_THE_RUN = {"seed", "initial_weights", "branch_from", "rewind", "tokens", "kind"}
+
+
+@pytest.mark.parametrize("section", sorted(set(StageConfig.model_fields) - {"name", "from_step", "tokens"}))
+def test_a_stage_refuses_what_the_recipe_refuses(tmp_path: Path, section: str):
+    """With a message: no value is dropped, and none ends with a traceback."""
+    kind, alone = PretrainConfig.model_fields[section].annotation, '[data]\nfolder = "a"\n'
+    assert kind is not None
+    stage = f'{alone}[[stages]]\nname = "b"\nfrom_step = 4\n'
+    for name in kind.model_fields.keys() - OF_THE_RUN:
+        for value in ODD:
+            by_recipe = is_refused(tmp_path, alone, f"{section}.{name}={value}")
+            by_stage = is_refused(tmp_path, f"{stage}{section}.{name} = {value}\n")
+            assert by_stage >= by_recipe, f"{section}.{name} = {value}"
+            # The settings of tasks are validated with their files.
+            assert by_stage or name == "settings" or not re.search("inf|nan|1e400", value), (
+                f"{section}.{name} = {value}"
+            )
+
+
+def is_refused(folder: Path, data: str, *overrides: str) -> bool:
+    try:
+        read(folder, data, *overrides)
+    except ConfigError:
+        return True
+    return False
