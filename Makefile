@@ -7,19 +7,19 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-rest test-full release-check gpu check docs env clean-demo
 
-# The full pipeline, from plain text to a trained and evaluated model, on two CPU ranks. Each step reuses valid results of
+# The full pipeline, from plain text to a trained and evaluated model, on the GPUs or on two CPU ranks. Each step reuses valid results of
 # an earlier run. Training stops half-way and resumes from its checkpoint. A second model learns to retrieve.
 demo: env
 	$(BIN)/tost prepare tokenizer configs/data/embedded.toml
 	$(BIN)/tost prepare shards configs/data/embedded.toml
-	$(BIN)/tost train configs/pretrain/demo.toml launch.ranks=2 run.stop_at_step=60
-	$(BIN)/tost train configs/pretrain/demo.toml launch.ranks=2
+	$(BIN)/tost train configs/pretrain/demo.toml run.stop_at_step=60
+	$(BIN)/tost train configs/pretrain/demo.toml
 	$(BIN)/tost eval runs/demo heldout
 	$(BIN)/tost generate runs/demo sample.temperature=0.8
 	$(BIN)/tost report runs/demo
 	$(BIN)/tost prepare passages configs/data/passages.toml
 	$(BIN)/tost prepare shards configs/data/passages.toml
-	$(BIN)/tost train configs/pretrain/recall.toml launch.ranks=2
+	$(BIN)/tost train configs/pretrain/recall.toml
 	$(BIN)/tost eval runs/recall needle heldout.shards=data/embedded/shards 'needle.lengths=[256, 1024, 4096]'
 	$(BIN)/tost report runs/recall
 
@@ -38,9 +38,10 @@ test-rest: env
 	  tests/golden tests/multiprocess tests/faults tests/programs tests/unit
 
 # All tests, also the slow ones and those of tests/full, which take minutes each. It injects every fault of docs/faults.md,
-# most of them several times, and prints a table of them.
+# most of them several times, and prints a table of them. Only tests/gpu sees a GPU.
 test-full: env
 	$(BIN)/python -m pytest -vv --full
+	$(BIN)/python -m pytest -vv tests/gpu || test $$? = 5  # there is none
 
 # Builds the wheel and the sdist and uses the wheel alone, outside a checkout: docs/releasing.md. It installs from an index.
 release-check: env
@@ -67,5 +68,5 @@ env: .venv/complete
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 …" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	@# Python compiles what it imports; all that is installed takes it six times as long.
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[train,gpt2,report,docs,dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[train,report,docs,dev]'
 	touch .venv/complete

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from typing import Any
 # Defaults that must be set before torch is imported; the processes that tests start inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test workers share the cores
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads slow down the other processes
+# Only tests/gpu sees GPUs: the others compare CPU ranks and kernels. Workers inherit this.
+if "PYTEST_XDIST_WORKER" not in os.environ and not any("tests/gpu" in word for word in sys.argv):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 import torch

@@ -27,6 +27,10 @@ from shared_data import GPT2_BPE, MISSING
 from tost_lm.cli.main import MODULES
 from tost_lm.config import Section, find_recipe, load_config
 from tost_lm.data.settings import DataPrepConfig
+from tost_lm.inference.ranks import check_layout
+from tost_lm.inference.settings import GenerateConfig
+from tost_lm.parallel.launch import ranks_of_launch
+from tost_lm.pretrain.checks import ranks_to_start
 from tost_lm.pretrain.plan.fit import complete, memory_problem
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
@@ -44,6 +48,7 @@ RECIPES: dict[type[Section], str] = {
     EvalConfig: "configs/eval/suite_demo.toml",
 }
 MINUTES_S = 1200
+ANY_MODEL = ("model.pattern=D", "model.layers=1", "model.heads=8", "model.width=512", "model.positions=none")
 GPUS_OF_A_JOB = "#SBATCH --gpus-per-node=8\n"
 
 
@@ -177,6 +182,36 @@ def check_launch(block: Block, words: list[str]) -> None:
     assert memory_problem(config) is None
     missing = config.data.folders.keys() - {*prepared(block.page), *prepared(FIRST)}
     assert not missing, f"{shlex.join(words)}: no command prepares {missing}"
+
+
+def check_on_gpus(words: list[str], folder: Path) -> None:
+    """Check that a command starts ranks on this node that can share its work. Raises ConfigError.
+
+    Args:
+        folder: has the recipes of the page, from `write_recipes`.
+    """
+    program, rest = program_of(words)
+    if words[0] != "tost" or "--dry-run" in rest:
+        return
+    if program in ("tost_lm.pretrain.commands.train", "tost_lm.pretrain.commands.preflight"):
+        absent = ("model.", "train.initial_weights=", "train.branch_from=")  # plugins and weights
+        overrides = [word for word in rest[1:] if not word.startswith(absent)]
+        recipe = folder / rest[0] if (folder / rest[0]).exists() else CHECKOUT / find_recipe(Path(rest[0]))
+        ranks_to_start(load_config(PretrainConfig, recipe, [*overrides, *ANY_MODEL]))
+    elif program == "tost_lm.eval.commands.evaluate":
+        overrides = [word for word in rest if word.startswith(("launch.", "parallel."))]
+        config = load_config(EvalConfig, None, ["tasks=['heldout']", *overrides])
+        check_layout(config.parallel, ranks_of_launch(config.parallel.model_ranks, config.launch), True)
+    elif program == "tost_lm.cli.generate":
+        overrides = [word for word in rest if word.startswith("parallel.")]
+        ranks_of_launch(load_config(GenerateConfig, None, overrides).parallel.model_ranks)
+
+
+def write_recipes(page: str, folder: Path) -> None:
+    """Write the files that the blocks of a page write: `cat > NAME.toml << 'END'`."""
+    for block in blocks_of(page):
+        for name, text in re.findall(r"(?ms)^cat > (\w+\.toml) << 'END'\n(.*?)^END", block.text):
+            (folder / name).write_text(text)
 
 
 def launched(words: list[str]) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import tomllib
-from contextlib import suppress
+from contextlib import chdir, suppress
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -26,8 +26,11 @@ from public_models import write_olmo_hybrid
 from released_code import to_released
 from shared_data import GPT2_BPE
 
-from tost_lm.config import read_toml, validate
+from tost_lm.config import find_recipe, load_config, read_toml, validate
+from tost_lm.errors import TostError
 from tost_lm.model import ModelConfig, TostLM
+from tost_lm.pretrain.checks import ranks_to_start
+from tost_lm.pretrain.settings import PretrainConfig
 
 
 class Pages:
@@ -107,7 +110,7 @@ class Checkout:
         words = [
             "configs/pretrain/demo.toml", "run.name=base", "model.positions=none", "model.tssa.denom_bias=head",
             "model.pattern=D", "model.layers=1", "train.steps=1", "train.seq_len=1024", "train.global_batch_size=1",
-            "train.micro_batch_size=1", "validation.sequences=1",
+            "train.micro_batch_size=1", "validation.sequences=1", "launch.cpu_ranks=1",
         ]  # fmt: skip
         code, _, errors = Forked("tost_lm.pretrain.commands.train", *words, cwd=self.folder).finish()
         assert code == 0, errors
@@ -165,7 +168,7 @@ def run_request(name: str, words: list[str], cwd: str, environment: dict[str, st
         words = words[1 if words[0] == "--standalone" else 2 :]
     if name == "tost":
         program = "tost_lm.cli.main"
-        ranks = next((int(word.removeprefix("launch.ranks=")) for word in words if word.startswith("launch.ranks=")), 1)
+        ranks = ranks_of(words, Path(cwd))
     elif words[:1] == ["-m"]:
         program, *words = words[1:]
     elif name == "torchrun" and words and words[0].endswith(".py"):
@@ -181,6 +184,14 @@ def run_request(name: str, words: list[str], cwd: str, environment: dict[str, st
     started = [Forked(program, *words, cwd=Path(cwd), **variables) for variables in environments]
     codes, outputs, errors = zip(*[process.finish() for process in started], strict=True)
     return max(codes, key=abs), "".join(outputs), "".join(errors)
+
+
+def ranks_of(words: list[str], folder: Path) -> int:
+    """The ranks that `tost WORDS` starts on CPUs."""
+    if words[:1] in (["train"], ["preflight"]):
+        with suppress(TostError), chdir(folder):
+            return ranks_to_start(load_config(PretrainConfig, find_recipe(Path(words[1])), words[2:], from_user=True))
+    return next((int(word.removeprefix("launch.ranks=")) for word in words if word.startswith("launch.ranks=")), 1)
 
 
 SHIM = """#!{python} -IS

@@ -23,11 +23,17 @@ from doc_pages import (
     anchors,
     check,
     check_command,
+    check_on_gpus,
+    commands,
     inline_code,
     links,
+    write_recipes,
 )
 from doc_runs import Pages
 from forked import CHECKOUT
+
+from tost_lm.errors import ConfigError
+from tost_lm.parallel import launch
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +52,24 @@ def test_a_block_runs(block: Block, pages: Pages):
 @pytest.mark.parametrize("block", [*CHECKED, *WHOLE], ids=lambda block: block.name)
 def test_programs_and_settings_of_a_block_that_does_not_run_here_exist(block: Block):
     check(block)
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+def test_commands_start_ranks_that_share_their_work(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also the first command of a stranger whose machine has a GPU."""
+    monkeypatch.setattr(launch, "_gpus", lambda: gpus)
+    makefile = [line.removeprefix("\t$(BIN)/") for line in (CHECKOUT / "Makefile").read_text().splitlines()]
+    demo = Block("Makefile", 0, "bash", (), "\n".join(line for line in makefile if line.startswith("tost ")), (), False)
+    refused = []
+    for page in PAGES:
+        write_recipes(page, tmp_path)
+    for block in [demo, *BLOCKS]:
+        for command, words in commands(block.text) if block.language == "bash" else ():
+            try:
+                check_on_gpus(words, tmp_path)
+            except ConfigError as error:
+                refused.append(f"{block.name}: {command}\n{error}")
+    assert refused == []
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -131,3 +131,32 @@ def test_the_network_interface_follows_the_setting_and_must_be_reachable(monkeyp
             network_in_use("gloo")
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
         assert network_in_use("gloo") == f"{name} {address}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ("train.seq_len = 10000000", "train.seq_len 10000000: the train split of out/shards has only "),
+        (
+            "validation.interval = 1\ntrain.seq_len = 65536",
+            "train.seq_len 65536: the valid split of out/shards has only ",
+        ),
+        ('evaluation = { interval = 1, tasks = ["nedle"] }', "nedle"),
+        ('evaluation = { interval = 1, tasks = ["text"] }', "text.file"),
+        (
+            'evaluation = { interval = 1, tasks = ["needle"], settings = { needle = { samples = inf } } }',
+            "evaluation: needle.samples: input should be a valid integer, got inf",
+        ),
+    ],
+)
+def test_mistakes_of_a_later_stage_are_reported_at_the_start(workplace: Path, changes: str, problem: str):
+    with (workplace / "run.toml").open("a") as recipe:
+        recipe.write(f'[[stages]]\nname = "later"\nfrom_step = 6\n{changes}\n')
+    model = ["model.positions=none", "model.pattern=D"]  # reads texts of any length
+    at_preflight, at_start = (
+        refusal(f"tost {program}", "run.toml", *model, cwd=workplace) for program in ("preflight", "train")
+    )
+    assert at_start.startswith("stage later: ")
+    assert problem in at_start
+    assert at_preflight.endswith(at_start)
+    assert not (workplace / "runs").exists()

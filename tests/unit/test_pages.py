@@ -24,11 +24,13 @@ def test_commands_of_the_readme_run_in_any_folder():
 
 def test_packages_are_installed_from_a_checkout_by_extras_that_exist():
     named: set[str] = set()
-    for path in [*PAGES, CHECKOUT / "CHANGELOG.md", *(CHECKOUT / "tost_lm").rglob("*.py")]:
+    others = [CHECKOUT / name for name in ("CHANGELOG.md", "Makefile")]
+    for path in [*PAGES, *others, *(CHECKOUT / "tost_lm").rglob("*.py")]:
         text = path.read_text()
         assert not re.search(r"pip install\s+['\"]?tost", text), f"{path}: no package index has the project"
-        named.update(re.findall(r"(?:install_hint\(['\"]|pip\s+install\s+'\.\[)([a-z0-9-]+)", text))
-    assert named >= {"train", "hf"}
+        for names in re.findall(r"(?:install_hint\(['\"]|'\.\[)([a-z0-9,-]+)", text):
+            named.update(names.split(","))
+    assert named >= {"train", "hf", "dev"}
     assert named <= tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
 
 

@@ -123,6 +123,15 @@ class Corpora:
         shares = [context_shares(one.lengths("train"), seq_len, packing, sizes) for one in self.shards]
         return [sum(map(mul, self.weights, of_size)) for of_size in zip(*shares, strict=True)]
 
+    def require_tokens(self, seq_len: int, documents: Literal["train", "valid"]) -> None:
+        """Raises ConfigError if a corpus is shorter than a sample."""
+        for one in self.shards:
+            if (tokens := sum(map(len, one.token_arrays(documents)))) < seq_len:
+                raise ConfigError(
+                    f"train.seq_len {seq_len}: the {documents} split of {one.folder} has only {tokens} tokens; "
+                    "lower it or add documents"
+                )
+
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of all corpora."""
         return self.shards[0].tokenizer()
@@ -234,14 +243,9 @@ class TrainingBatches:
             ConfigError: a corpus is shorter than a sample.
             DataError: a corpus is damaged.
         """
+        corpora.require_tokens(seq_len, documents)
         shards_of = [one.token_arrays(documents) for one in corpora.shards]
         tokens_of = [sum(map(len, arrays)) for arrays in shards_of]
-        for one, tokens in zip(corpora.shards, tokens_of, strict=True):
-            if tokens < seq_len:
-                raise ConfigError(
-                    f"train.seq_len {seq_len}: the {documents} split of {one.folder} has only {tokens} tokens; "
-                    "lower it or add documents"
-                )
         padding = np.full(seq_len, corpora.eot)
         self._tokens = Concatenation([*chain(*shards_of), padding])
         self._first_tokens = [0, *accumulate(tokens_of)]  # of each corpus, and of the padding after the last

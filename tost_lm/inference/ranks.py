@@ -39,7 +39,7 @@ def joined_ranks(parallel: RanksConfig, *, copies: bool = False) -> Iterator["Ra
         Terminated: on all ranks, SIGTERM was received; with `copies`.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    _check(parallel, size, copies)
+    check_layout(parallel, size, copies)
     if size == 1:
         yield Ranks()
         return
@@ -147,7 +147,7 @@ class Ranks:
         return self.gather(results)[0]
 
 
-def _check(parallel: RanksConfig, size: int, copies: bool) -> None:
+def check_layout(parallel: RanksConfig, size: int, copies: bool) -> None:
     needed = parallel.model_ranks
     if size % needed if copies else size != needed:
         raise ConfigError(

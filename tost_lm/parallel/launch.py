@@ -30,16 +30,16 @@ EXIT_NEXT_STAGE = 76
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
-def ranks_of_launch(model_ranks: int, launch: LaunchConfig | None = None, device: str = "auto") -> int:
+def ranks_of_launch(model_ranks: int, launch: LaunchConfig | None = None, device: str | None = None) -> int:
     """The world size: that of the launcher, or the number of ranks to start on this node.
 
     Args:
         model_ranks: tensor × sequence, the least number of ranks.
-        launch: the setting of a program that can use more ranks; None: it starts `model_ranks`.
-        device: GPUs count if it is `auto` or `cuda`.
+        launch: the settings of a program that can use more ranks; None: it starts `model_ranks`.
+        device: `run.device` of a program that has it; GPUs count if it is `auto` or `cuda`.
 
     Raises:
-        ConfigError: `launch.ranks` is not what a launcher started on this node, or more than its GPUs.
+        ConfigError: `launch.ranks` is not what a launcher started on this node, or more ranks than GPUs are needed.
     """
     wanted = launch.ranks if launch else None
     if "RANK" in os.environ:
@@ -50,10 +50,19 @@ def ranks_of_launch(model_ranks: int, launch: LaunchConfig | None = None, device
                 f"launch.ranks {wanted}: the launcher has started {started} ranks on this node; remove launch.ranks"
             )
         return world_size
-    gpus = _gpus() if launch and device in ("auto", "cuda") else 0
-    if wanted and gpus and wanted > gpus:
-        raise ConfigError(f"launch.ranks {wanted}: this node has {gpus} GPUs; start at most one rank per GPU")
-    return wanted or max(gpus, model_ranks)
+    gpus = _gpus() if device in (None, "auto", "cuda") else 0
+    if not gpus:
+        copies = launch.cpu_ranks // model_ranks if launch else 1
+        return wanted or max(1, copies) * model_ranks
+    ranks = wanted or (max(gpus, model_ranks) if launch else model_ranks)
+    if ranks > gpus:
+        what = f"launch.ranks {wanted}" if wanted else f"parallel.tensor × parallel.sequence = {model_ranks} ranks"
+        on_cpus = "run.device=cpu" if device else "CUDA_VISIBLE_DEVICES= before the command"
+        raise ConfigError(
+            f"{what}: this node has {gpus} {'GPU' if gpus == 1 else 'GPUs'}; start at most one rank per GPU, or "
+            f"rehearse on CPUs with {on_cpus}"
+        )
+    return ranks
 
 
 def start_ranks(command: str, ranks: int) -> None:

@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,7 +21,7 @@ from torch.cuda import nccl
 
 from tost_lm.config import Section
 from tost_lm.data.shards import Shards
-from tost_lm.errors import ConfigError, DataError, first_line
+from tost_lm.errors import ConfigError, DataError, TostError, first_line
 from tost_lm.parallel.agreement import (
     all_gather_object,
     communication_device,
@@ -53,15 +53,17 @@ def check_nodes(
     settings: Section,
     *,
     device: Literal["auto", "cuda", "mps", "cpu"],
-    shards_folders: Iterable[Path],
+    shards_folders: Sequence[Path],
     runs_folder: Path,
     disk_bytes: int,
+    check_data: Callable[[], object],
 ) -> PreflightResult:
     """Create the process group, check and compare all ranks, measure an all_reduce, and destroy the group.
 
     Args:
         settings: must be equal on all ranks.
         runs_folder: must be shared by all nodes, with `disk_bytes` free; need not exist.
+        check_data: called if all shards can be opened; raises TostError for a problem.
 
     Raises:
         ConfigError: the device does not exist, or the ranks cannot communicate.
@@ -90,6 +92,11 @@ def check_nodes(
             try:
                 shards[f"the fingerprint of {folder}"] = Shards.open(folder).fingerprint[:16]
             except DataError as error:
+                problems.append(str(error))
+        if len(shards) == len(shards_folders):
+            try:
+                check_data()
+            except TostError as error:
                 problems.append(str(error))
 
         bandwidth, latency = measure_all_reduce()

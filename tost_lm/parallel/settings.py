@@ -13,7 +13,9 @@ class LaunchConfig(Section):
     """How the ranks of one node are started. On several nodes, configs/cluster/launch.sh starts them."""
 
     ranks: int | None = Field(default=None, gt=0)
-    """Ranks to start on this node; default: one per GPU, without GPUs parallel.tensor × parallel.sequence. Under torchrun it is not needed."""
+    """Ranks to start on this node; default: one per GPU, without GPUs launch.cpu_ranks. Under torchrun it is not needed."""
+    cpu_ranks: int = Field(default=1, gt=0)
+    """Ranks on CPUs without launch.ranks, in whole copies of the model: at least parallel.tensor × parallel.sequence."""
 
 
 class LayoutConfig(Section):

@@ -75,12 +75,12 @@ class TrainConfig(Section):
     """Optimizer steps, of a branch with those before it. A resumed run may have more or fewer if the learning rates of its steps so far stay as they were: schedule `constant`, or `wsd` before its decay."""
     tokens: int | None = Field(default=None, gt=0, exclude=True)
     """In place of train.steps: tokens of these steps, for example 7e9, rounded up to whole steps."""
-    global_batch_size: int = Field(gt=0)
+    global_batch_size: int = Field(gt=0, le=2**22)
     """Sequences per optimizer step, over all ranks and micro-batches."""
     batch_tokens: int | None = Field(default=None, gt=0, exclude=True)
     """In place of train.global_batch_size: tokens per optimizer step, a multiple of train.seq_len."""
     micro_batch_size: int = Field(gt=0)
-    """Sequences that a rank processes at once; gradient accumulation does the rest of its batch."""
+    """Sequences that a rank processes at once, or all of its batch if that has fewer; gradient accumulation does the rest."""
     seq_len: int = Field(gt=1)
     """Tokens per sequence; at most model.max_positions if the model has parameters per position."""
     z_loss: float = Field(default=0.0, ge=0)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -225,6 +225,15 @@ class PretrainConfig(Section):
         """The settings for a model that continues from these weights: it was trained on their context length, too."""
         longest = max(self.model.context_length, weights.context_length)
         return self.model_copy(update={"model": self.model.model_copy(update={"context_length": longest})})
+
+    def on_ranks(self, world_size: int) -> Self:
+        """The settings on so many ranks, where a micro-batch has at most the sequences of a rank's batch. Raises as
+        `accumulation`."""
+        most, rest = divmod(self.train.global_batch_size, self.parallel.data_ranks(world_size))
+        micro_batch = self.train.micro_batch_size if rest else min(self.train.micro_batch_size, most)
+        config = self.model_copy(update={"train": self.train.model_copy(update={"micro_batch_size": micro_batch})})
+        config.accumulation(world_size)
+        return config
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches per rank and step. Raises ConfigError when the batch cannot be divided evenly over ranks."""

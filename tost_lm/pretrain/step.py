@@ -16,7 +16,7 @@ from torch import Tensor
 from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.data.stages import StageRecord
-from tost_lm.errors import ConfigError, TrainingError
+from tost_lm.errors import TrainingError
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.mesh import Mesh, World, all_reduce, max_over_ranks
 from tost_lm.parallel.watchdog import Heartbeat
@@ -132,15 +132,6 @@ def build_batches(
         documents=documents,
         stages=stages,
     )
-
-
-def check_vocabulary(config: PretrainConfig, corpora: Corpora) -> None:
-    """Raises ConfigError when the shards contain tokens without an embedding."""
-    if corpora.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's {corpora.vocab_size} pieces: "
-            f"set model.vocab_size to at least {corpora.vocab_size}"
-        )
 
 
 class Outcome(NamedTuple):

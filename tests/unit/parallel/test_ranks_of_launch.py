@@ -12,21 +12,34 @@ from tost_lm.parallel.settings import LaunchConfig
 
 
 @pytest.mark.parametrize(
-    ("gpus", "wanted", "device", "ranks"),
-    [(0, None, "auto", 2), (0, 4, "auto", 4), (8, None, "auto", 8), (8, 1, "cuda", 1), (8, None, "cpu", 2)],
-)
-def test_one_rank_per_gpu_or_one_copy_of_the_model(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, wanted: int | None, device: str, ranks: int
+    ("gpus", "settings", "device", "ranks"),
+    [
+        (0, {}, "auto", 2), (0, {"ranks": 4}, "auto", 4), (0, {"cpu_ranks": 5}, "auto", 4), (8, {}, "auto", 8),
+        (8, {"ranks": 2}, "cuda", 2), (8, {"cpu_ranks": 4}, None, 8), (1, {"cpu_ranks": 4}, "cpu", 4),
+    ],
+)  # fmt: skip
+def test_one_rank_per_gpu_or_copies_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, settings: dict[str, int], device: str | None, ranks: int
 ):
     monkeypatch.setattr(module, "_gpus", lambda: gpus)
-    assert ranks_of_launch(2, LaunchConfig(ranks=wanted), device) == ranks
-    assert ranks_of_launch(2) == 2
+    assert ranks_of_launch(2, LaunchConfig(**settings), device) == ranks
+    assert gpus == 1 or ranks_of_launch(2) == 2
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("model_ranks", "launch", "device", "message"),
+    [
+        (1, LaunchConfig(ranks=3), "auto", r"launch.ranks 3: this node has 2 GPUs; .* with run.device=cpu$"),
+        (4, LaunchConfig(), "cuda", r"parallel.tensor × parallel.sequence = 4 ranks: this node has 2 GPUs; "),
+        (4, None, None, r"4 ranks: this node has 2 GPUs; .* with CUDA_VISIBLE_DEVICES= before the command$"),
+    ],
+)
+def test_more_ranks_than_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, model_ranks: int, launch: LaunchConfig | None, device: str | None, message: str
+):
     monkeypatch.setattr(module, "_gpus", lambda: 2)
-    with pytest.raises(ConfigError, match=r"launch.ranks 3: this node has 2 GPUs"):
-        ranks_of_launch(1, LaunchConfig(ranks=3))
+    with pytest.raises(ConfigError, match=message):
+        ranks_of_launch(model_ranks, launch, device)
 
 
 def test_under_a_launcher_its_ranks_count(monkeypatch: pytest.MonkeyPatch):
@@ -36,6 +49,10 @@ def test_under_a_launcher_its_ranks_count(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r"launch.ranks 4: the launcher has started 2 ranks on this node"):
         ranks_of_launch(1, LaunchConfig(ranks=4))
     module.start_ranks("train", 4)  # returns: this process is a rank
+
+
+def test_tests_of_cpu_ranks_see_no_gpu():
+    assert module._gpus() == 0
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_every_recipe_has_its_name_and_names_others_that_exist(path: Path):
 @pytest.mark.parametrize("path", sorted((CONFIGS / "pretrain").glob("*.toml")), ids=lambda path: path.stem)
 def test_every_recipe_for_gpus_has_the_zero_stage_that_takes_the_least_time(path: Path):
     """To 1 %: with one micro-batch, stages 1 and 2 send the same."""
-    if "launch.ranks=N" in path.read_text():
+    if load_config(PretrainConfig, path).launch.cpu_ranks > 1:
         pytest.skip("for CPUs")
     seconds = {}
     for stage in (0, 1, 2, 3):
@@ -50,10 +50,10 @@ def test_every_recipe_for_gpus_has_the_zero_stage_that_takes_the_least_time(path
 @pytest.mark.parametrize("path", sorted((CONFIGS / "pretrain").glob("*.toml")), ids=lambda path: path.stem)
 def test_the_head_has_settings_for_each_number_of_gpus(path: Path):
     """The plan has as many ranks as there are GPUs, and fits."""
-    text = path.read_text()
-    on_cpus = "Settings beside launch.ranks=N:" in text
-    said = re.findall(r"^#   N = ([\d, or]+?) +(none|\S+=.*)$", text, re.MULTILINE)
+    on_cpus = load_config(PretrainConfig, path).launch.cpu_ranks > 1
+    said = re.findall(r"^#   N = ([\d, or]+?) +(none|\S+=.*)$", path.read_text(), re.MULTILINE)
     words = {int(n): words.replace("none", "").split() for numbers, words in said for n in re.findall(r"\d+", numbers)}
+    words = words or {1: [], 2: [], 4: [], 8: []}
     assert words.keys() >= ({1, 2, 4, 8} if on_cpus else {1, 2, 4, 8, 16, 32, 64})
     for number, overrides in words.items():
         launch = f"launch.ranks={number}" if on_cpus else f"cluster.nodes={number}"
@@ -68,14 +68,15 @@ def test_the_head_has_settings_for_each_number_of_gpus(path: Path):
 def test_a_plan_that_cannot_use_every_gpu_is_refused():
     path = CONFIGS / "pretrain/delta_350m.toml"
     with pytest.raises(ConfigError) as error:
-        complete(load_config(PlanConfig, path, ["cluster.nodes=16"]))
+        complete(load_config(PlanConfig, path, ["cluster.nodes=32"]))
     assert str(error.value) == (
-        "train.global_batch_size 128 is not divisible by 128 data ranks × train.micro_batch_size 8 = 1024: set "
-        "parallel.sequence=1 train.micro_batch_size=1, or train.global_batch_size=1024"
+        "train.global_batch_size 128 is not divisible by 256 data ranks × train.micro_batch_size 8 = 2048: set "
+        "parallel.sequence=2 train.micro_batch_size=1, or train.global_batch_size=2048"
     )
-    found = [complete(load_config(PlanConfig, path, ["cluster.nodes=16", words])) for words in (
-        "train.micro_batch_size=1", "train.global_batch_size=1024")]  # fmt: skip
-    assert [config.cluster.ranks for config in found] == [128, 128]
+    found = [complete(load_config(PlanConfig, path, ["cluster.nodes=32", words])) for words in (
+        "parallel.sequence=2", "train.global_batch_size=512")]  # fmt: skip
+    assert [config.cluster.ranks for config in found] == [256, 256]
+    assert [config.train.micro_batch_size for config in found] == [1, 2], "no more than a rank's batch"
 
 
 @pytest.mark.parametrize("size", SIZES)

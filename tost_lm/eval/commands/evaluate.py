@@ -2,9 +2,9 @@
 
     tost eval runs/demo heldout
     tost eval runs/base wikitext2@hf-stride1024 lambada_openai@lm-eval sets.wikitext2=wiki.test.raw
-    tost eval runs/long needle ruler context needle.samples=100 'needle.lengths=[1024, 4096, 16384]' launch.ranks=4
+    tost eval runs/long needle ruler context needle.samples=100 'needle.lengths=[1024, 4096, 16384]'
     tost eval runs/long text text.file=book.txt
-    tost eval runs/base suite launch.ranks=8 sets.wikitext2=wiki.test.raw
+    tost eval runs/base suite sets.wikitext2=wiki.test.raw
 
 RUN is a run, a step folder, an export or a folder of a Hugging Face model, also at a URL, or hub:NAME. TASK is the name
 of a task, of a family (all its tasks) or of a group, as `tost tasks` lists them, or one suite: a TOML file (or recipe)

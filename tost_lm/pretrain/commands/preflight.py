@@ -1,6 +1,6 @@
 """Check all nodes before a long run: differences between them, missing files and disk space.
 
-    tost preflight configs/pretrain/demo.toml launch.ranks=2
+    tost preflight configs/pretrain/demo.toml
     torchrun --nnodes N … -m tost_lm.pretrain.commands.preflight CONFIG      (several nodes)
 
 It takes the arguments of `tost train`, equal on every node. It compares versions, settings and shards, checks disk
@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.errors import ConfigError, install_hint
-from tost_lm.parallel.launch import ranks_of_launch, start_ranks
+from tost_lm.parallel.launch import start_ranks
 from tost_lm.pretrain.plan.memory import checkpoint_bytes
 from tost_lm.pretrain.settings import PretrainConfig
 
@@ -23,18 +23,20 @@ from tost_lm.pretrain.settings import PretrainConfig
 def main(path: Path, config: PretrainConfig) -> None:
     if not find_spec("psutil"):
         raise ConfigError(f"psutil is not installed; {install_hint('train')}")
-    stages = [stage.config for stage in config.in_stages()]
-    ranks = ranks_of_launch(max(stage.parallel.model_ranks for stage in stages), config.launch, config.run.device)
-    start_ranks("preflight", ranks)
+    from tost_lm.pretrain.checks import check_stages, ranks_to_start
+
+    start_ranks("preflight", ranks_to_start(config))
     from tost_lm.parallel.agreement import error_of_all_ranks
     from tost_lm.parallel.preflight import check_nodes
 
+    stages = config.in_stages()
     result = check_nodes(
         config,
         device=config.run.device,
-        shards_folders=list(dict.fromkeys(folder for stage in stages for folder in stage.data.folders)),
+        shards_folders=list(dict.fromkeys(folder for stage in stages for folder in stage.config.data.folders)),
         runs_folder=config.run_folder.parent,
         disk_bytes=disk_bytes(config),
+        check_data=lambda: check_stages(stages),
     )
     if os.environ.get("RANK", "0") == "0":
         print(result.table, *["ok"] * (not result.problems), sep="\n")

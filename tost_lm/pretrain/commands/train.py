@@ -1,6 +1,6 @@
 """Pre-train a language model.
 
-    tost train configs/pretrain/demo.toml launch.ranks=2
+    tost train configs/pretrain/demo.toml
     tost train configs/pretrain/demo.toml launch.ranks=1 run.timeout_seconds=86400      (one process, for a debugger)
     tost train CONFIG run.name=NEW train.branch_from=runs/trunk/checkpoints/step_00001000      (a branch)
     torchrun --nnodes N … -m tost_lm.pretrain.commands.train CONFIG      (several nodes)
@@ -22,22 +22,19 @@ from typing import TYPE_CHECKING, NoReturn
 from tost_lm.checkpointing.format import Progress, read_model_config
 from tost_lm.config import EXIT_STOPPED, ignore_output_errors, run_program
 from tost_lm.errors import ConfigError, install_hint
-from tost_lm.parallel.launch import end_for_next_stage, ranks_of_launch, start_ranks
+from tost_lm.parallel.launch import end_for_next_stage, start_ranks
 from tost_lm.pretrain.loggers import loggers_in_use
 from tost_lm.pretrain.settings import PretrainConfig
 
 if TYPE_CHECKING:
-    from tost_lm.data.loader import Corpora
     from tost_lm.pretrain.start import StartPoint
-    from tost_lm.tasks.in_training import TasksInTraining
 
 
 def main(path: Path, config: PretrainConfig) -> None:
     ignore_output_errors()  # log.txt has the lines
-    model_ranks = max(stage.config.parallel.model_ranks for stage in config.in_stages())
-    ranks = ranks_of_launch(model_ranks, config.launch, config.run.device)
-    for stage in config.in_stages():
-        stage.config.accumulation(ranks)  # reports a bad batch size before anything is loaded
+    from tost_lm.pretrain.checks import check_stages, ranks_to_start  # imports NumPy
+
+    ranks = ranks_to_start(config)
     for package in ["deepspeed", "psutil", *loggers_in_use(config.run)]:
         if not find_spec(package):
             extra = "tensorboard" if package == "tensorboard" else "train"
@@ -50,7 +47,6 @@ def main(path: Path, config: PretrainConfig) -> None:
     from tost_lm.checkpointing.uploads import Uploads, fetch_newest
     from tost_lm.pretrain.folder import NEXT_STAGE
     from tost_lm.pretrain.start import find_start  # imports torch, which takes seconds
-    from tost_lm.pretrain.step import check_vocabulary
 
     log = print if os.environ.get("RANK", "0") == "0" else lambda line: None
     if upload := config.upload_folder:
@@ -58,7 +54,8 @@ def main(path: Path, config: PretrainConfig) -> None:
     start = find_start(config, log)
     if _is_done(start):  # no engine will read and hash the shards
         start = find_start(config, log, hash_shards=True)
-    stage = start.stage.config
+    stage = start.stage.config.on_ranks(ranks)
+    start = start._replace(stage=start.stage._replace(config=stage))
     if start.resume_from and _is_done(start):
         progress = Progress.read(start.resume_from)
         progress.require_finite_validation(stage.train.steps, stage.run_folder)
@@ -72,8 +69,8 @@ def main(path: Path, config: PretrainConfig) -> None:
     if start.weights_from:
         stage = stage.with_context_of(read_model_config(start.weights_from))
         start = start._replace(stage=start.stage._replace(config=stage))
-    check_vocabulary(stage, start.corpora)
-    evaluation = find_evaluation(stage, start.corpora)
+    later = [one for one in config.in_stages() if one.config.first_step >= stage.train.steps]
+    evaluation = check_stages([start.stage, *later])
     from tost_lm.pretrain.train import train
 
     reason = train(config, start, graceful_stop, evaluation)
@@ -89,17 +86,6 @@ def _is_done(start: "StartPoint") -> bool:
     progress, config = Progress.read(start.resume_from), start.stage.config
     begins = len(progress.stages) < len(start.records)
     return progress.step >= config.last_step or (not begins and config.stops_early(progress))
-
-
-def find_evaluation(config: PretrainConfig, corpora: "Corpora") -> "TasksInTraining | None":
-    """The evaluation during training. Raises ConfigError or DataError, as `TasksInTraining.find`."""
-    settings = config.evaluation
-    if settings.interval is None:
-        return None
-    from tost_lm.tasks.in_training import TasksInTraining
-
-    tokenizer, shards = corpora.tokenizer(), corpora.shards[0]
-    return TasksInTraining.find(settings.tasks, settings.sets, settings.settings, tokenizer, shards, config.model)
 
 
 def run() -> NoReturn:

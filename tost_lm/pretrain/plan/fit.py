@@ -40,7 +40,7 @@ def complete(config: PlanConfig) -> PlanConfig:
     Raises:
         ConfigError: the GPUs cannot share the batch, or no tile fits.
     """
-    config.accumulation(config.cluster.ranks)
+    config = config.on_ranks(config.cluster.ranks)
     return _with_largest_tile(config) if config.memory.tile_tokens == "auto" else config
 
 
