@@ -113,6 +113,19 @@ def test_a_run_stopped_in_each_stage_is_the_unbroken_one(place: Path):
     assert weights(place, "parts") == weights(place, "whole")
 
 
+@pytest.mark.usefixtures("whole")
+def test_a_damaged_checkpoint_at_a_boundary_is_passed_over(place: Path):
+    """Its stage begins again in new processes: the newest valid checkpoint is in the stage before."""
+    train_until(place, "flipped", 4)
+    damaged = next(step_folder(place / "runs/flipped", 4).glob("model*.safetensors"))
+    octets = bytearray(damaged.read_bytes())
+    octets[-1] ^= 1
+    damaged.write_bytes(octets)
+    assert "the newest valid checkpoint is in stage start" in train(place, "flipped", "run.stop_at_step=5")
+    assert curve(place, "flipped") == curve(place, "whole")[:5]
+    assert len([*(place / "runs/flipped/checkpoints").glob("damaged_step_00000004_*")]) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("whole")
 def test_a_run_on_different_layouts_killed_ten_times_is_the_unbroken_one(place: Path):

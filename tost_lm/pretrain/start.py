@@ -5,8 +5,10 @@ Every change of what is trained is one more stage: one of [[stages]], one that i
 """
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ from tost_lm.config import load_config
 from tost_lm.data.loader import Corpora
 from tost_lm.data.stages import StageRecord, StageSource
 from tost_lm.data.tokenizers import find_tokenizer
-from tost_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, TostError, TrainingError
+from tost_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, TostError
 from tost_lm.files import sha256_file
 from tost_lm.parallel.agreement import error_of_all_ranks, require_agreement, settings_as_facts, versions_as_facts
 from tost_lm.parallel.zero import draw_weights
@@ -55,6 +57,10 @@ class InitialWeights(NamedTuple):
     """Identifies the weights, because the manifest has a hash of each file."""
     progress: Progress | None = None
     """Where a branch continues; None: the run starts at step 0 with a new optimizer."""
+
+
+class OtherStageError(Exception):
+    """The launch has to begin again, in the processes of another stage."""
 
 
 class StartPoint(NamedTuple):
@@ -294,7 +300,8 @@ def start_engine(
         The engine, its progress, and what it starts from.
 
     Raises:
-        TostError: as `find_start`, or the newest valid checkpoint is in another stage, on all ranks.
+        TostError: as `find_start`, on all ranks.
+        OtherStageError: the newest valid checkpoint is in another stage; rank 0 has moved the damaged ones aside.
     """
     damaged: dict[Path, str] = {}
     while True:
@@ -306,17 +313,24 @@ def start_engine(
             damaged[start.weights_from] = str(error)
         del engine
         gc.collect()
-        stage = start.stage
+        first_step = start.stage.config.first_step
         try:
             start = find_start(config, warn, damaged=damaged)
-            if start.stage.config.first_step != stage.config.first_step:
-                raise TrainingError(
-                    f"{'; '.join(damaged.values())}: the newest valid checkpoint is in stage {start.stage.name}; "
-                    "delete the damaged one, and run the same command to resume there"
-                )
         except TostError as error:
             raise error_of_all_ranks([str(error)], type(error)) from None
         require_agreement({"checkpoint": str(start.weights_from)}, "start all ranks from one shared folder")
+        if start.stage.config.first_step != first_step:
+            if os.environ.get("RANK", "0") == "0":
+                _move_aside(damaged, start, warn)
+            raise OtherStageError
+
+
+def _move_aside(damaged: Iterable[Path], start: StartPoint, warn: Callable[[str], None]) -> None:
+    """Rename damaged checkpoints, so that the next launch does not begin in their stage."""
+    for folder in damaged:
+        aside = folder.with_name(f"damaged_{folder.name}_{datetime.now():%Y%m%d-%H%M%S}")
+        folder.rename(aside)
+        warn(f"renamed {folder} to {aside.name}: the newest valid checkpoint is in stage {start.stage.name}")
 
 
 def _set_state(engine: Any, start: StartPoint) -> Progress:

@@ -20,7 +20,7 @@ from tost_lm.pretrain.folder import NEXT_STAGE, log_end, open_folder
 from tost_lm.pretrain.profiler import Profiler
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.spikes import SpikeGuard
-from tost_lm.pretrain.start import StartPoint, require_same_start, start_engine
+from tost_lm.pretrain.start import OtherStageError, StartPoint, require_same_start, start_engine
 from tost_lm.pretrain.step import (
     build_batches,
     explain_out_of_memory,
@@ -67,7 +67,11 @@ def train(
             print(warning, flush=True)
         start = start._replace(stage=start.stage._replace(config=config))
         with run_lock(config.run_folder, world.rank) as check, explain_out_of_memory(config, heartbeat):
-            launch = Launch(run, start, graceful_stop, evaluation, world, heartbeat, check)
+            try:
+                launch = Launch(run, start, graceful_stop, evaluation, world, heartbeat, check)
+            except OtherStageError:
+                stop_world()
+                return NEXT_STAGE
             stop_reason = launch.train()
             stop_world()
             launch.writer.finish_uploads(lambda: heartbeat.record(launch.progress.step, "leaving"))
