@@ -4,13 +4,13 @@
     python -m benchmarks.gpu 'gpu.parts=["decoding"]'
     python -m benchmarks.gpu gpu.device=cpu
 
-Parts: rates of the device; a compiled step of tost-base at the size of its recipe, with its losses, MFU and kernels;
-two ranks on the GPU in each parallel layout, of which one is killed; the same layers in a plain PyTorch loop; decoding;
-the tests that need a GPU; compiled steps of delta_350m and delta_1b. At its time limit a part gets SIGINT, ten seconds
-later SIGKILL. Whatever ends it, its results so far and the end of its output are stored, and the next part runs. It
-runs from a checkout with torch, triton, numpy, pytest, safetensors, xxhash and pydantic; DeepSpeed, megatron-core and
-fla-core are used where they can be imported. Output: a table and all values in results/benchmarks/, and the output of
-each part in results/benchmarks/gpu/.
+Parts: the first commands of `make demo`; rates of the device; a compiled step of tost-base at the size of its recipe,
+with its losses, MFU and kernels; two ranks on the GPU in each parallel layout, of which one is killed; the same layers
+in a plain PyTorch loop; decoding; the tests that need a GPU; compiled steps of delta_350m and delta_1b. At its time
+limit a part gets SIGINT, ten seconds later SIGKILL. Whatever ends it, its results so far and the end of its output are
+stored, and the next part runs. It runs from a checkout with torch, triton, numpy, pytest, safetensors, xxhash and
+pydantic; DeepSpeed, megatron-core and fla-core are used where they can be imported. Output: a table and all values in
+results/benchmarks/, and the output of each part in results/benchmarks/gpu/.
 """
 
 import json

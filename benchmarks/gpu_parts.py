@@ -10,16 +10,18 @@ import gc
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
-from itertools import cycle
+from itertools import cycle, takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -97,6 +99,24 @@ CLASSES = {
     "norms and pointwise": r"at::native|aten::",
 }
 """Kernels by the first expression that is in their name. Those after the last backward are `optimizer`."""
+
+
+def demo(device: str) -> Cells:
+    """The commands of `make demo` up to its first report, as a reader types them; one that fails is the last."""
+    commands = re.findall(r"^\t\$\(BIN\)/tost (.+)$", (measure.CHECKOUT / "Makefile").read_text(), re.MULTILINE)
+    with tempfile.TemporaryDirectory(prefix="tost_lm_bench_") as folder:
+        Path(folder, "configs").symlink_to(measure.CHECKOUT / "configs")
+        for words in takewhile(lambda words: words[0] != "report", map(shlex.split, commands)):
+            small = ["run.device=cpu", "train.steps=2"] if device == "cpu" and words[0] == "train" else []
+            began, command = time.monotonic(), [sys.executable, "-P", "-m", "tost_lm.cli.main", *words, *small]
+            done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            print(done.stdout, flush=True)
+            last = (done.stdout.strip().splitlines() or ["no output"])[-1]
+            failed = {"failed": last} if done.returncode else {}
+            value = f"{time.monotonic() - began:.0f} s"
+            yield {"case": shlex.join(["tost", *words]), "value": value, "beside": last, **failed}
+            if failed:
+                return
 
 
 def device_rates(device: str) -> Cells:
@@ -411,8 +431,8 @@ def run_tests(words: list[str], **environment: str) -> dict[str, Any]:
 
 
 MEASUREMENTS: dict[str, Callable[[str], Cells]] = {
-    "device": device_rates, "training step": training_step, "two ranks": two_ranks, "plain loop": plain_loops,
-    "decoding": decoding, "tests": gpu_tests, "delta step": delta_step,
+    "demo": demo, "device": device_rates, "training step": training_step, "two ranks": two_ranks,
+    "plain loop": plain_loops, "decoding": decoding, "tests": gpu_tests, "delta step": delta_step,
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ class Part(NamedTuple):
 
 
 PARTS = {
+    "demo": Part(120, "the first commands of `make demo`: shards, training, resume, evaluation, a text"),
     "device": Part(30, "rates of copies, launches and matrix products"),
     "training step": Part(100, "a compiled step of tost-base: losses as in float32, MFU, all kernels by class"),
     "two ranks": Part(150, "ranks over NCCL in each parallel layout, with the losses of one rank; a lost rank"),
