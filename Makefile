@@ -2,13 +2,16 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+comma := ,
+GPU := $(if $(shell command -v nvidia-smi),$(comma)gpu)
 # Programs start twice as fast with the bytecode that the first import of a module writes.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-rest test-full release-check gpu check docs env clean-demo
 
-# The full pipeline, from plain text to a trained and evaluated model, on the GPUs or on two CPU ranks. Each step reuses valid results of
-# an earlier run. Training stops half-way and resumes from its checkpoint. A second model learns to retrieve.
+# The full pipeline, from plain text to a trained and evaluated model, on the GPUs or on two CPU ranks. Each step reuses
+# valid results of an earlier run. Training stops half-way and resumes from its checkpoint. A second model learns to
+# retrieve.
 demo: env
 	$(BIN)/tost prepare tokenizer configs/data/embedded.toml
 	$(BIN)/tost prepare shards configs/data/embedded.toml
@@ -68,5 +71,7 @@ env: .venv/complete
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 …" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	@# Python compiles what it imports; all that is installed takes it six times as long.
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[train,report,docs,dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[train,report,docs,dev$(GPU)]'
+	@# Without a GPU, only tests find fla-core: transformers would call its kernels on CPUs too.
+	$(if $(GPU),,$(BIN)/pip install --quiet --no-compile --no-deps --constraint constraints.txt --target .venv/fla fla-core)
 	touch .venv/complete

@@ -1,6 +1,6 @@
 """Operations that a GPU would launch for a micro-batch of packed documents, counted without a GPU.
 
-    python -m benchmarks.launches
+    PYTHONPATH=.venv/fla python -m benchmarks.launches      (where the environment was made without a GPU)
 
 The code runs as on CUDA in bfloat16, on tensors of the CPU whose results are not computed: Triton kernels and flash
 attention are counted and return what is in memory. Counted are launches of Triton kernels and operations of torch's

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from fla_core import fla_core
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
 
 from tost_lm.testing.conformance import MixerAdapter, check
 
-pytest.importorskip("fla")
+fla_core()
 pytestmark = pytest.mark.timeout(1800)
 
 HEADS, CHANNELS = 2, 16

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.torch_version import TorchVersion
 
+from tost_lm.errors import install_hint
 from tost_lm.mixers.delta.chunked import delta_rule_chunks
 from tost_lm.mixers.delta.settings import DeltaSizes
 from tost_lm.ops.layout import LocalDocuments, fla_documents
@@ -45,7 +46,7 @@ def obstacle(key: Tensor, value: Tensor, needs_gradient: bool, of_channels: bool
     return None if find_spec("fla") else NOT_INSTALLED
 
 
-NOT_INSTALLED = "the package fla-core is not installed"
+NOT_INSTALLED = f"the package fla-core is not installed; {install_hint('gpu')}"
 
 
 @cache

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fla_core import fla_core
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import normalize
@@ -26,7 +27,7 @@ NAMES = ("query", "key", "value", "log_decay", "beta", "state")
 def test_the_recurrent_kernel_agrees_in_the_interpreter(
     B: int, T: int, offsets: list[int] | None, decays: tuple[int, ...]
 ):
-    pytest.importorskip("fla")
+    fla_core()
     torch.manual_seed(0)
     local = LocalDocuments.of(None if offsets is None else torch.tensor(offsets), B, T, None)
     h = 2 if len(decays) == 1 else 4
@@ -47,7 +48,7 @@ def test_the_recurrent_kernel_agrees_in_the_interpreter(
 )
 def test_the_reference_of_fla_in_chunks_agrees(module: str, rule: str, decays: tuple[int, ...]):
     """Outputs, states and gradients. It computes in float32; its scale of queries is 1 / √K."""
-    naive = pytest.importorskip(f"fla.ops.{module}.naive")
+    naive = fla_core(f"fla.ops.{module}.naive")
     torch.manual_seed(0)
     local, T = LocalDocuments.of(None, 2, 128, None), 128
     query, key = (normalize(torch.randn(2, T, 3, 16), dim=-1) for _ in range(2))
@@ -74,7 +75,7 @@ def obstacle(device: str, dtype: torch.dtype, size: int, *, trained: bool = True
 
 
 def test_kernels_are_used_for_16_bit_values_on_gpus():
-    pytest.importorskip("fla")
+    fla_core()
     assert obstacle("cuda", torch.bfloat16, 256) is None
     assert obstacle("cuda", torch.float16, 128) is None
     assert obstacle("cpu", torch.bfloat16, 128) == "values are on cpu, but the kernels run on CUDA devices"
@@ -93,7 +94,7 @@ def fresh_answers() -> Iterator[None]:
 def test_without_the_package_the_reason_is_given(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fla, "find_spec", lambda _: None)
     for trained in (True, False):
-        assert obstacle("cuda", torch.bfloat16, 8, trained=trained) == "the package fla-core is not installed"
+        assert obstacle("cuda", torch.bfloat16, 8, trained=trained) == fla.NOT_INSTALLED
 
 
 @pytest.mark.usefixtures("fresh_answers")
@@ -104,7 +105,7 @@ def test_without_the_package_the_reason_is_given(monkeypatch: pytest.MonkeyPatch
 def test_training_with_kernels_that_triton_miscompiles_is_refused(
     capability: tuple[int, int], triton: str, guarded: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    pytest.importorskip("fla")
+    fla_core()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(fla, "version", lambda package: triton)
@@ -134,8 +135,8 @@ def test_training_with_kernels_that_triton_miscompiles_is_refused(
 
 def test_the_guard_of_fla_stays_for_blocks_of_64(monkeypatch: pytest.MonkeyPatch):
     """Its backward kernel, in Triton's interpreter, where the package takes the machine for a Hopper GPU."""
-    chunk_o = pytest.importorskip("fla.ops.common.chunk_o")
-    chunk = pytest.importorskip("fla.ops.gated_delta_rule.chunk")
+    chunk_o = fla_core("fla.ops.common.chunk_o")
+    chunk = fla_core("fla.ops.gated_delta_rule.chunk")
     for name, value in (("IS_NVIDIA_HOPPER", True), ("TRITON_ABOVE_3_4_0", True), ("TRITON_ABOVE_3_7_1", False)):
         monkeypatch.setattr(chunk_o, name, value)
     monkeypatch.setattr(chunk, "chunk_bwd_dqkwg", chunk.chunk_bwd_dqkwg)
