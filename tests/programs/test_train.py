@@ -45,6 +45,12 @@ def test_a_run_leaves_what_the_readme_says(never_stopped: Path):
     assert "## Results" not in card
 
 
+def test_without_a_home_wandb_is_left_out_with_a_warning(workplace: Path):
+    said = run("no_home", "train", "run.toml", "train.steps=2", cwd=workplace, WANDB_MODE="offline")
+    assert "wandb failed (Could not determine home directory); metrics.jsonl continues" in said
+    assert [step for step, *_ in curve(workplace)] == [1, 2]
+
+
 def test_a_validation_is_one_pass_over_the_held_out_split_at_most(workplace: Path):
     words = ["run.toml", "run.name=valid", "train.steps=2", "validation.interval=2", "validation.sequences=100000"]
     output = run("tost train", *words, cwd=workplace)

@@ -94,13 +94,20 @@ class WandbSink:
             warn: called with a line if wandb fails; training continues without it.
 
         Raises:
-            ConfigError: wandb does not start in the mode of WANDB_MODE.
+            ConfigError: wandb refuses the mode of WANDB_MODE.
         """
         self.run_id, self._warn, self._failure = run_id or uuid.uuid4().hex, warn, ""
-        self._run, self._close_s = _start(config, self.run_id), config.run.timeouts.close
+        self._run, self._close_s = None, config.run.timeouts.close
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._log_rows, name="wandb rows", daemon=True)
+        try:
+            self._run = _start(config, self.run_id)
+        except ConfigError:
+            raise
+        except Exception as error:  # any error, for example without a home directory
+            self._failure = first_line(error)
         self._thread.start()
+        self._warn_of_failure()
 
     def log(self, row: Row) -> None:
         """Log the values of a step; wandb merges those of equal steps."""
@@ -125,11 +132,12 @@ class WandbSink:
 
     def _log_rows(self) -> None:
         try:
-            while row := self._rows.get():
+            while self._run and (row := self._rows.get()):
                 if row["step"] >= self._run.step:  # online, wandb already has earlier steps
                     values = {name: value for name, value in row.items() if value is not None}
                     self._run.log(values, step=row["step"])
-            self._run.finish()
+            if self._run:
+                self._run.finish()
         except Exception as error:  # any error: wandb's process was killed, its disk is full, …
             self._failure = first_line(error)
 
