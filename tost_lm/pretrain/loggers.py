@@ -48,12 +48,8 @@ class TensorBoardSink:
             first_step: steps before this launch.
             warn: called with a line if TensorBoard fails; training continues without it.
         """
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._warn, self._failed = warn, False
-        self._writer: Any = SummaryWriter(config.run_folder / "tensorboard", purge_step=first_step + 1)
-        settings = json.dumps(redact_tree(config.model_dump(mode="json")), indent=1)
-        self._writer.add_text("settings", f"```\n{settings}\n```", first_step)
+        self._warn, self._failed, self._writer = warn, False, None
+        self._run(lambda: self._open(config, first_step))
 
     def log(self, row: Row) -> None:
         """Log the values of a step and write them to disk."""
@@ -61,7 +57,14 @@ class TensorBoardSink:
 
     def close(self) -> None:
         """Close the event file."""
-        self._run(self._writer.close)
+        self._run(lambda: self._writer.close())
+
+    def _open(self, config: PretrainConfig, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(config.run_folder / "tensorboard", purge_step=first_step + 1)
+        settings = json.dumps(redact_tree(config.model_dump(mode="json")), indent=1)
+        self._writer.add_text("settings", f"```\n{settings}\n```", first_step)
 
     def _add(self, row: Row) -> None:
         for name, value in row.items():

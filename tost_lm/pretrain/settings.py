@@ -263,6 +263,11 @@ class Stage(NamedTuple):
         """This stage, which ends where the next one starts, and the next one. Raises ConfigError as `in_stages`."""
         what, last = f"stage {changes.name}", self.config.train.steps
         first = last if changes.from_step is None else changes.from_step
+        if first <= self.config.first_step and self.config.train.branch_from:
+            raise ConfigError(
+                f"{what}: from_step {first}: train.branch_from is after step {self.config.first_step}; remove the stage, "
+                "whose settings the branch does not have, or start it later"
+            )
         if not self.config.first_step < first <= last:
             raise ConfigError(
                 f"{what}: from_step {first}: the stage before it, {self.name}, has steps "

@@ -93,6 +93,7 @@ MUON = 'optim.kind "muon" needs whole matrices and gradients on each rank, and p
         ("train.batch_tokens=true", "train.batch_tokens True: not a whole number"),
         ("train.tokens=7B", "train.tokens '7B': not a whole number"),
         ("train.tokens=nan", "train.tokens nan: not a whole number"),
+        ("train.global_batch_size=9223372036854775806", "train.global_batch_size: input should be less than or equal"),
         ("train.tokens=1e99", "train.steps: input should be less than or equal to 1099511627776"),
         ("train.tokens=96 train.seq_len=x", "train.seq_len: input should be a valid integer, got 'x'"),
         ("train.tokens=96 train.global_batch_size=0", "train.global_batch_size: input should be greater than 0, got 0"),
@@ -171,6 +172,12 @@ def test_a_branch_has_the_steps_after_its_checkpoint(tmp_path: Path):
         read(tmp_path, data, *words) for words in ((), (f"train.branch_from={step}",), ("train.branch_from=x/tost",))
     ]
     assert [config.in_stages()[0].config.own_steps for config in chosen] == [9, 5, 9]
+
+
+def test_a_branch_that_has_passed_a_stage_names_it(tmp_path: Path):
+    data = '[data]\nfolder = "a"\n[[stages]]\nname = "b"\nfrom_step = 4\n[[stages]]\nname = "c"\nfrom_step = 6\n'
+    problem = problem_of(tmp_path, data, "train.branch_from=runs/r/checkpoints/step_00000005")
+    assert "stage b: from_step 4: train.branch_from is after step 5; remove the stage" in problem
 
 
 def test_the_files_of_test_sets_read_back(tmp_path: Path):

@@ -75,6 +75,16 @@ def test_the_settings_are_recorded_without_secrets():
     assert SECRET.encode() not in data
 
 
+def test_training_goes_on_without_event_files():
+    FOLDER.parent.mkdir(parents=True, exist_ok=True)
+    FOLDER.write_text("a file in the place of the folder")
+    metrics = open_metrics(Progress(0, 0))
+    log_steps(metrics, 1, 2)
+    metrics.close()
+    assert len(Path("runs/r/metrics.jsonl").read_text().splitlines()) == 2
+    assert Path("runs/r/log.txt").read_text().count("TensorBoard failed (") == 1
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
 def test_training_goes_on_when_the_event_file_cannot_be_written():
     metrics = open_metrics(Progress(0, 0))
