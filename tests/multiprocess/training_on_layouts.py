@@ -58,7 +58,8 @@ class Record(NamedTuple):
 def build_model(z_loss: float = 0.0, seed: int = 0, **settings: Any) -> TiledLM:
     torch.manual_seed(seed)
     shape = {"layers": 3, "heads": 4, "width": 32, "vocab_size": VOCAB, "max_positions": T, "layer_scale": 1.0}
-    model = TiledLM(validate(ModelConfig, {"pattern": "TDA", "bias": True, **shape, **settings}, "test"), z_loss=z_loss)
+    model = TiledLM(validate(ModelConfig, {"pattern": "TDA", "bias": True, **shape, **settings}, "test"))
+    model.z_loss = z_loss
     for name, parameter in model.named_parameters():
         if (parameter.dim() == 1 and not name.endswith("log_rate")) or name.endswith("denom_bias"):
             torch.nn.init.normal_(parameter, 0.5, 0.1)
@@ -113,7 +114,7 @@ def _trained(optimizer_name: str, grad_clip: float, dtype: torch.dtype, steps: i
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or float("inf")).item())
         optimizer.step()
-        losses.append((output.loss - output.z_loss).item())
+        losses.append(output.scalars["loss"].item())
     return Record(losses, norms, gradients, {name: p.detach() for name, p in model.named_parameters()})
 
 

@@ -5,7 +5,7 @@ The residual stream x is float32 or wider whatever the weights' dtype, as under 
 away what a branch with a small γ adds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -198,7 +198,7 @@ class LMOutput(NamedTuple):
     """The output of one call of the model."""
 
     loss: Tensor | None
-    """Mean nats per counted label, and `z_loss`; None without labels."""
+    """Mean nats per counted label, and in training the z-loss; None without labels."""
     nats: Tensor | None
     """Loss of each token [B, T], 0 where the label is not counted; float32 or float64, without gradient."""
     is_top: Tensor | None
@@ -207,8 +207,9 @@ class LMOutput(NamedTuple):
     """The state after the last token; None if not requested, or after a step of a `FixedState`."""
     compute_logits: Callable[[], Tensor]
     """Computes the logits. With tensor or sequence ranks, all ranks must call it."""
-    z_loss: Tensor | None = None
-    """The z-loss in `loss`, without gradient; 0 without a coefficient (`Head.z_loss`) or without gradients."""
+    scalars: Mapping[str, Tensor] = {}
+    """Numbers of a training step by name, without gradient, each a sum over tokens divided as the loss: `loss` without
+    z-loss, and what the head and the layers report. They are the same names in each call."""
 
     @property
     def logits(self) -> Tensor:

@@ -13,7 +13,7 @@ from tost_lm.mixers.registry import mixer_class
 from tost_lm.model.block import Block, FixedState, LMOutput, LMState, build_norm
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.streaming import TILE_TOKENS, Tokens, TokenStream
-from tost_lm.ops.cross_entropy import IGNORED_LABEL, CrossEntropy, linear_cross_entropy
+from tost_lm.ops.cross_entropy import IGNORED_LABEL, CrossEntropy, VocabularyShard, linear_cross_entropy
 from tost_lm.ops.initialization import draw_seed, initialize
 from tost_lm.ops.layout import SequenceShard
 from tost_lm.ops.positions import SequenceInfo
@@ -24,18 +24,18 @@ class Head(nn.Module):
     """The head. Its weight is the token embedding, which calls pass, unless it is not tied to it."""
 
     weight: nn.Parameter | None
+    words: VocabularyShard | None = None
+    """The vocabulary entries of this rank; None: all."""
 
-    def __init__(self, config: ModelConfig, z_loss: float = 0.0):
-        """`z_loss`: in training, coefficient of the mean squared log-sum-exp of the logits, which the loss includes."""
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.z_loss = z_loss
         tied = config.tied_head
         self.register_parameter("weight", None if tied else nn.Parameter(torch.empty(config.vocab_size, config.width)))
 
-    def forward(self, x_BTC: Tensor, embedding_VC: Tensor, labels_BT: Tensor) -> CrossEntropy:
-        """The summed loss; the fields of tokens are [B, T]."""
+    def forward(self, x_BTC: Tensor, embedding_VC: Tensor, labels_BT: Tensor, z_loss: float) -> CrossEntropy:
+        """The summed loss, as `linear_cross_entropy`; the fields of tokens are [B, T]."""
         x_MC, weight_VC = x_BTC.flatten(0, 1), self.weight_or(embedding_VC)
-        found = linear_cross_entropy(x_MC, weight_VC, labels_BT.flatten(), z_loss=self.z_loss)
+        found = linear_cross_entropy(x_MC, weight_VC, labels_BT.flatten(), shard=self.words, z_loss=z_loss)
         return found.map_tokens(lambda x_M: x_M.view(labels_BT.shape))
 
     def logits(self, x_BTC: Tensor, embedding_VC: Tensor, tokens: int) -> Tensor:
@@ -52,10 +52,13 @@ class TostLM(nn.Module):
     projections of mixer and MLP, temp 1, denom_bias 0, LayerScale as configured.
 
     The seed of the draws comes from torch's CPU generator. Under `torch.device("meta")` nothing is drawn. `head` makes
-    the head of the settings and of `z_loss`.
+    the head of the settings.
     """
 
-    def __init__(self, config: ModelConfig, *, z_loss: float = 0.0, head: Callable[[ModelConfig, float], Head] = Head):
+    z_loss = 0.0
+    """In training, the coefficient of the mean squared log-sum-exp of the logits, which the loss includes."""
+
+    def __init__(self, config: ModelConfig, *, head: Callable[[ModelConfig], Head] = Head):
         super().__init__()
         device = torch.get_default_device()
         self.config = config
@@ -68,7 +71,7 @@ class TostLM(nn.Module):
                 for letter in config.letters
             )
             self.norm = build_norm(config)
-            self.head = head(config, z_loss)
+            self.head = head(config)
         self._positions_here: Callable[[Tensor], Tensor] = lambda position: position
         if device.type != "meta":
             initialize(self.to_empty(device=device), config.layers, config.init_std, draw_seed())
@@ -128,11 +131,14 @@ class TostLM(nn.Module):
             x_BTC, mixer_state = block(x_BTC, state.layers[i] if state else None, info)
             states.append(mixer_state)
         x_BTC, embedding_VC = self.norm(x_BTC), self.embedding.weight
-        loss = nats_BT = is_top_BT = z_loss = None
+        loss = nats_BT = is_top_BT = None
+        scalars = {}
         if labels is not None:
-            total, nats_BT, is_top_BT, z = self.head(x_BTC, embedding_VC, labels)
+            total, nats_BT, is_top_BT, z = self.head(x_BTC, embedding_VC, labels, self.z_loss)
             count = (labels != IGNORED_LABEL).sum() if label_count is None else label_count
-            loss, z_loss = total / count, z / count
+            loss, z = total / count, z / count
+            scalars = {"loss": loss.detach() - z, **({"z_loss": z} if self.z_loss else {})}
+            scalars |= {name: total / count for name, total in info.reported.items()}
         new_state = None
         if isinstance(state, FixedState):
             state.update(states)
@@ -140,7 +146,7 @@ class TostLM(nn.Module):
             last = slice(-1 if output_state == "last" and info.cu_seqlens is not None else None, None)
             new_state = LMState(tuple(states), info.end_positions[last])
         compute_logits = _in_this_grad_mode(partial(self.head.logits, x_BTC, embedding_VC, tokens_BT.shape[1]))
-        return LMOutput(loss, nats_BT, is_top_BT, new_state, compute_logits, z_loss)
+        return LMOutput(loss, nats_BT, is_top_BT, new_state, compute_logits, scalars)
 
     def stream(self, tokens: Tokens, state: LMState | None = None, tile_tokens: int = TILE_TOKENS) -> TokenStream:
         """The nats of each token of a text of any length, tile by tile: see `TokenStream`."""

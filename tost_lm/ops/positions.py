@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -42,6 +42,17 @@ class SequenceInfo:
     """One token of each document, none of them on another rank: layers with a state use their recurrent form."""
     handle: Tensor | None = None
     """Stands for this information in a compiled graph: `tost_lm.ops.registered`."""
+    reported: dict[str, Tensor] = field(default_factory=dict)
+    """What layers have reported in this call."""
+
+    def report(self, name: str, total: Tensor) -> None:
+        """Let training log a number per label, summed over layers.
+
+        Args:
+            total: without dimensions, the sum over this rank's tokens, and with tensor ranks the mean over its heads.
+        """
+        total = total.detach()
+        self.reported[name] = self.reported[name] + total if name in self.reported else total
 
     @classmethod
     def of(

@@ -27,7 +27,7 @@ from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.model.block import Mlp
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.lm import Head, TostLM
-from tost_lm.ops.cross_entropy import CrossEntropy, linear_cross_entropy
+from tost_lm.ops.cross_entropy import CrossEntropy
 from tost_lm.ops.precision import statistics_dtype
 from tost_lm.parallel.mesh import Axis, all_gather, all_reduce
 from tost_lm.parallel.rank_weights import TensorSlice, mark_slice, slice_of
@@ -166,17 +166,17 @@ class VocabularyHead(Head):
     """The head. The loss needs no gathered logits; `logits` gathers those of all words on every rank."""
 
     def __init__(self, whole: Head, config: ModelConfig, residual: Residual):
-        super().__init__(config, whole.z_loss)
+        super().__init__(config)
         self.residual = residual
         _set_slices(self, whole, residual.axis, weight=TensorSlice(0))
         self.words = VocabularyOverRanks(residual.axis, config.vocab_size // residual.axis.size)
 
-    def forward(self, x_BTC: Tensor, embedding_VC: Tensor, labels_BT: Tensor) -> CrossEntropy:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x_BTC: Tensor, embedding_VC: Tensor, labels_BT: Tensor, *options: Any
+    ) -> CrossEntropy:
         """Results of `Head.forward`, equal on all ranks."""
-        x_MC, weight_VC = self._gather(x_BTC, labels_BT.shape[1]).flatten(0, 1), self.weight_or(embedding_VC)
-        labels_M = labels_BT.T.flatten()
-        found = linear_cross_entropy(x_MC, weight_VC, labels_M, shard=self.words, z_loss=self.z_loss)
-        return found.map_tokens(lambda x_M: x_M.view(labels_BT.T.shape).T)
+        x_TBC = self._gather(x_BTC, labels_BT.shape[1])
+        return super().forward(x_TBC, embedding_VC, labels_BT.T, *options).map_tokens(torch.t)
 
     def logits(self, x_BTC: Tensor, embedding_VC: Tensor, tokens: int) -> Tensor:
         """Results of `Head.logits`."""

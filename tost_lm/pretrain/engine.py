@@ -70,8 +70,9 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
     torch.manual_seed(config.train.seed)
     bfloat16 = config.train.dtype == "bfloat16"
     with torch.device("meta"):
-        model = TiledLM(config.model, z_loss=config.train.z_loss)
+        model = TiledLM(config.model)
     parallelize(model, mesh, partial(allocate_for_engine, mesh=mesh, parallel=config.parallel, bfloat16=bfloat16))
+    model.z_loss = config.train.z_loss
     apply_activation_checkpointing(
         model,
         activation_checkpointing=config.memory.activation_checkpointing,

@@ -25,16 +25,9 @@ from tost_lm.errors import TrainingError
 from tost_lm.files import regular_file, write_atomically, write_rows
 from tost_lm.markdown import with_error
 from tost_lm.model.flops import flops_per_token, peak_flops
-from tost_lm.pretrain.loggers import (
-    Row,
-    TensorBoardSink,
-    WandbSink,
-    evaluation_values,
-    loggers_in_use,
-    validation_values,
-)
+from tost_lm.pretrain.loggers import GuardedLogger, LoggedLaunch, Row, logger_of
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.redaction import redact_command
+from tost_lm.redaction import redact_command, redact_tree
 from tost_lm.version import VERSION, git_commit
 
 PACKAGES = ["torch", "deepspeed", "megatron-core", "sentencepiece", "numpy", "wandb"]
@@ -78,7 +71,7 @@ class Metrics:
             branch: recorded of the launch that starts a branch; None: of any other.
 
         Raises:
-            ConfigError: a row of an earlier launch is damaged, or as `WandbSink`.
+            ConfigError: a row of an earlier launch is damaged, or a logger refuses its settings.
         """
         self._config, self._world_size, self._device, self._stages = config, world_size, device, progress.stages
         self._flops_per_token = flops_per_token(config.model, config.train.seq_len).total
@@ -92,13 +85,15 @@ class Metrics:
         )
         self.wandb_run_id = progress.wandb_run_id
         """Stored in checkpoints, so that all launches of a run are one wandb run; empty without wandb."""
-        loggers, self._sinks = loggers_in_use(config.run), list[WandbSink | TensorBoardSink]()
-        if "wandb" in loggers:
-            wandb = WandbSink(config, self.wandb_run_id, self.log)
-            self._sinks.append(wandb)
-            self.wandb_run_id = wandb.run_id
-        if "tensorboard" in loggers:
-            self._sinks.append(TensorBoardSink(config, first_step, self.log))
+        tree = redact_tree(config.model_dump(mode="json"))
+        launch = LoggedLaunch(folder, config.run.name, first_step, self.wandb_run_id, tree, config.run.timeouts.close)
+        own = config.run.logger_settings
+        self._loggers = [
+            GuardedLogger(name, launch, own.get(Path(name).stem, {}), self.log)
+            for name in config.run.loggers
+            if logger_of(name).is_on()
+        ]
+        self.wandb_run_id = next((one.run_id for one in self._loggers if one.run_id), self.wandb_run_id)
 
         seconds = kept["metrics"][-1]["seconds"] if kept["metrics"] else 0.0
         self._last_step, self._last_time = first_step, time.perf_counter()
@@ -115,8 +110,9 @@ class Metrics:
                 print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=self._log)
             self._log.flush()
 
-    def step(self, step: int, loss: float, lr: float, grad_norm: float, z_loss: float = 0.0) -> None:
-        """Record the state after `step` steps; rates cover the steps since the last record, without pauses."""
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the state after `step` steps: `loss`, `lr`, `grad_norm` and other numbers by name, and rates, which
+        cover the steps since the last record, without pauses."""
         now, batch_tokens = time.perf_counter(), self._config.batch_tokens
         trained = now - self._last_time - self._paused_in_window
         tokens_per_second = (step - self._last_step) * batch_tokens / trained
@@ -124,10 +120,7 @@ class Metrics:
         flops = each * self._flops_per_token
         row = {
             "step": step,
-            "loss": loss,
-            **({"z_loss": z_loss} if self._config.train.z_loss else {}),
-            "lr": lr,
-            "grad_norm": grad_norm,
+            **values,
             "tokens": tokens_of(self._stages, step),
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_device": each,
@@ -140,16 +133,17 @@ class Metrics:
         self._paused, self._trained = self._paused + self._paused_in_window, self._trained + trained
         pauses = 1 + self._paused / self._trained
         eta = timedelta(seconds=round((self._config.train.steps - step) * batch_tokens / tokens_per_second * pauses))
-        beside = f"  z-loss {z_loss:.2e}" if self._config.train.z_loss else ""
+        forms = {"loss": ".4f", "lr": ".1e", "grad_norm": ".3f"}
+        shown = (f"{name.replace('_', ' ')} {value:{forms.get(name, '.2e')}}" for name, value in values.items())
         self.log(
-            f"step {step}/{self._config.train.steps}  loss {loss:.4f}{beside}  lr {lr:.1e}  grad norm {grad_norm:.3f}  "
-            f"{each:,.0f} tokens/s/device  {self._use_of_device(row)}  ETA {eta}"
+            f"step {step}/{self._config.train.steps}  {'  '.join(shown)}  {each:,.0f} tokens/s/device  "
+            f"{self._use_of_device(row)}  ETA {eta}"
         )
         self._last_step, self._last_time, self._paused_in_window = step, now, 0.0
 
     def validation(self, row: dict[str, Any]) -> None:
         """Record a validation: step, loss (nats per token), position_ends, loss_by_position and other values."""
-        self._send(validation_values(_append(self._validation_rows, row)))
+        self._send(_validation_values(_append(self._validation_rows, row)))
         loss, perplexity = row["loss"], float(torch.tensor(row["loss"], dtype=torch.float64).exp())  # perhaps inf
         steps = f"{row['step']}/{self._config.train.steps}"
         self.log(f"step {steps}  validation loss {loss:.4f}  perplexity {perplexity:,.2f}")
@@ -159,7 +153,7 @@ class Metrics:
     def evaluation(self, row: dict[str, Any]) -> None:
         """Record an evaluation: step, protocol (the task), headline (the metric that is logged), and the metrics, also
         the standard error of the headline if it has one."""
-        self._send(evaluation_values(_append(self._evaluation_rows, row)))
+        self._send(_evaluation_values(_append(self._evaluation_rows, row)))
         headline = row["headline"]
         figure = with_error(row[headline], row.get(f"{headline}_standard_error"), ".5g")
         self.log(
@@ -188,15 +182,15 @@ class Metrics:
             self._paused_in_window += time.perf_counter() - since
 
     def close(self) -> None:
-        """Wait until wandb and TensorBoard have every row, and close the files."""
-        for sink in self._sinks:
-            sink.close()
+        """Wait until the loggers have every row, and close the files."""
+        for logger in self._loggers:
+            logger.close()
         for file in (self._rows, self._validation_rows, self._evaluation_rows, self._events, self._log):
             file.close()
 
     def _send(self, values: Row) -> None:
-        for sink in self._sinks:
-            sink.log(values)
+        for logger in self._loggers:
+            logger.log(values)
 
     def _use_of_device(self, row: dict[str, Any]) -> str:
         text = f"{row['tflops_device']:.3g} TFLOP/s" if row["mfu"] is None else f"MFU {100 * row['mfu']:.1f} %"
@@ -211,6 +205,20 @@ class NullMetrics:
 
     def __getattr__(self, record: str) -> Callable[..., None]:
         return lambda *_, **__: None
+
+
+def _validation_values(row: Row) -> Row:
+    """The values of a row of validation.jsonl, for loggers."""
+    losses = zip(row["position_ends"], row["loss_by_position"], strict=True)
+    by_position = {f"validation/loss_by_position/{end}": loss for end, loss in losses}
+    by_corpus = {f"validation/loss_by_corpus/{name}": loss for name, loss in row.get("loss_by_corpus", {}).items()}
+    return {"step": row["step"], "validation/loss": row["loss"], **by_position, **by_corpus}
+
+
+def _evaluation_values(row: Row) -> Row:
+    """The headline of a row of evaluations.jsonl."""
+    headline = row["headline"]
+    return {"step": row["step"], f"evaluation/{row['protocol']}/{headline}": row[headline]}
 
 
 def _version_of(package: str) -> str | None:

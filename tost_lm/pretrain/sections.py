@@ -4,11 +4,13 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from tost_lm.config import TAKES_URLS, Section
+from tost_lm.config import TAKES_URLS, Section, is_from_user
+from tost_lm.errors import ConfigError
 from tost_lm.parallel.timeouts import Timeouts
+from tost_lm.pretrain.loggers import check_loggers
 from tost_lm.remote import as_path
 
 
@@ -204,8 +206,10 @@ class RunConfig(Section):
     """Device; `auto` is the first of cuda, mps and cpu that is available."""
     log_interval: int = Field(default=10, gt=0)
     """Steps between log lines and rows of metrics.jsonl."""
-    loggers: list[Literal["wandb", "tensorboard"]] = Field(default=["wandb"])
-    """Where the rows of the JSONL files are shown as well: wandb, whose own variables say how (WANDB_MODE: default offline; WANDB_PROJECT: default tost_lm), TensorBoard."""
+    loggers: list[str] = Field(default=["wandb"])
+    """Where the rows of the JSONL files are shown as well: wandb, whose own variables say how (WANDB_MODE: default offline; WANDB_PROJECT: default tost_lm), tensorboard, or a Python file with a logger of your own."""
+    logger_settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Settings of loggers of your own, by the names of their files without .py."""
     stop_at_step: int | None = Field(default=None, gt=0)
     """Save and stop after this step; a later launch resumes from it."""
     max_minutes: float | None = Field(default=None, gt=0)
@@ -220,6 +224,15 @@ class RunConfig(Section):
     """First and last step, as in the log, to trace with torch.profiler: one file per rank in profile/."""
     on_config_change: Literal["refuse", "stage"] = "refuse"
     """Behaviour when the run folder has a run with other settings or shards: `refuse` prints the differences and exits; `stage` goes on from the newest checkpoint with the new settings, as one more stage."""
+
+    @model_validator(mode="after")
+    def _loggers_exist(self, info: ValidationInfo) -> "RunConfig":
+        if is_from_user(info):
+            try:
+                check_loggers(self.loggers, self.logger_settings)
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+        return self
 
     @property
     def timeouts(self) -> Timeouts:

@@ -5,7 +5,7 @@ that fits into it, and an out-of-memory error in one line.
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -137,14 +137,16 @@ def build_batches(
 class Outcome(NamedTuple):
     """Result of a step, the same on every rank."""
 
-    loss: float
-    """Mean loss of the global batch, in nats per labelled token, without z-loss."""
+    scalars: dict[str, float]
+    """`LMOutput.scalars` of the global batch: `loss` in nats per labelled token, and other numbers by name."""
     grad_norm: float
     """Global, before clipping."""
     reason_to_skip: str
     """Why weights and optimizer did not change; empty: the step was applied."""
-    z_loss: float = 0.0
-    """The term that was added to the loss; per labelled token as well."""
+
+    @property
+    def loss(self) -> float:
+        return self.scalars["loss"]
 
 
 def train_step(
@@ -168,9 +170,9 @@ def train_step(
     label_count = all_reduce(labels_here, mesh.replicas) / (mesh.replicas.size * len(micro_batches))
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
-    losses: list[Tensor] = []
+    found: list[Mapping[str, Tensor]] = []
     for batch in micro_batches:
-        if losses:
+        if found:
             engine.step()  # does nothing before the last micro-batch
             check()
         output = engine(
@@ -181,17 +183,18 @@ def train_step(
             tiling=tiling,
         )
         engine.backward(output.loss)
-        losses.append(torch.stack([output.loss.detach() - output.z_loss, output.z_loss]))
+        found.append(output.scalars)
+    means = torch.stack([torch.stack([*scalars.values()]) for scalars in found]).mean(0)
     # Tensor ranks have the same loss, but all must decide alike, even if one of them computed a wrong one.
-    totals = all_reduce(all_reduce(torch.stack(losses).mean(0), mesh.replicas), mesh.tensor)
+    totals = all_reduce(all_reduce(means, mesh.replicas), mesh.tensor)
     before_update()
 
     @cache
-    def mean_losses() -> list[float]:
-        return [total / (mesh.replicas.size * mesh.tensor.size) for total in totals.tolist()]
+    def scalars() -> dict[str, float]:
+        ranks = mesh.replicas.size * mesh.tensor.size
+        return {name: total / ranks for name, total in zip(found[0], totals.tolist(), strict=True)}
 
-    # A device computes losses and norm before the host waits for either.
-    grad_norm = engine.skippable_step(lambda norm: not reason_to_skip(mean_losses()[0], norm))
-    mean_loss, z_loss = mean_losses()
+    # A device computes scalars and norm before the host waits for either.
+    grad_norm = engine.skippable_step(lambda norm: not reason_to_skip(scalars()["loss"], norm))
     unusable = "" if math.isfinite(grad_norm) else f"gradient norm is {grad_norm}"
-    return Outcome(mean_loss, grad_norm, reason_to_skip(mean_loss, grad_norm) or unusable, z_loss)
+    return Outcome(scalars(), grad_norm, reason_to_skip(scalars()["loss"], grad_norm) or unusable)

@@ -103,7 +103,7 @@ def tiled_loss(
     tiles = [Tile(start, split, None) for start, split in _splits(tokens_BT.shape[1], tile_tokens)]
     count = (labels_BT != IGNORED_LABEL).sum()
     batches = list(tile_batches(tokens_BT, labels_BT, cu_seqlens, count, tiles))
-    return _losses(model, batches, Tiling(tuple(tiles)))[0]
+    return _loss(model, batches, Tiling(tuple(tiles)))[0]
 
 
 class TiledLM(TostLM):
@@ -126,8 +126,8 @@ class TiledLM(TostLM):
             return super().forward(tokens, labels, *arguments, **options, output_state=False, shard=shard)
         batches = list(tile_batches(tokens, labels, *arguments, **options, tiles=tiling.tiles))
         if torch.is_grad_enabled():
-            loss, z_loss = _losses(self, batches, tiling)
-            return LMOutput(loss, None, None, None, _no_logits, z_loss)
+            loss, scalars = _loss(self, batches, tiling)
+            return LMOutput(loss, None, None, None, _no_logits, scalars)
         return LMOutput(None, _nats(self, batches), None, None, _no_logits)
 
 
@@ -192,9 +192,10 @@ def _nats(model: Call, batches: Sequence[TileBatch]) -> Tensor:
     return torch.cat(nats, 1)
 
 
-def _losses(model: TostLM, batches: Sequence[TileBatch], tiling: Tiling) -> tuple[Tensor, Tensor]:
-    """`loss` and `z_loss` of `LMOutput`."""
+def _loss(model: TostLM, batches: Sequence[TileBatch], tiling: Tiling) -> tuple[Tensor, dict[str, Tensor]]:
+    """`loss` and `scalars` of `LMOutput`."""
     names, parameters = zip(*model.named_parameters(), strict=True)
+    scalars: dict[str, Tensor] = {}
 
     def run(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
         # Separate leaves that share the weights' memory: gradient hooks of the weights see only the sum over tiles.
@@ -203,33 +204,33 @@ def _losses(model: TostLM, batches: Sequence[TileBatch], tiling: Tiling) -> tupl
         for name, leaf in leaves.items():
             leaf.register_post_accumulate_grad_hook(partial(_accumulate, sums, name))
         call = lambda *arguments, **options: functional_call(model, leaves, arguments, options)
-        losses = _losses_of_tiles(call, batches, tiling.states_on_host)
-        return torch.stack(losses).sum(0), [sums.get(name) for name in names]
+        of_tiles = _losses_of_tiles(call, batches, tiling.states_on_host)
+        loss, *others = torch.stack([torch.stack([*of_tile.values()]) for of_tile in of_tiles]).sum(0)
+        scalars.update(zip([*of_tiles[0]][1:], others, strict=True))
+        return loss, [sums.get(name) for name in names]
 
-    return _Tiled.apply(run, *parameters)  # pyright: ignore[reportReturnType]
+    return _Tiled.apply(run, *parameters), scalars  # pyright: ignore[reportReturnType]
 
 
 class _Tiled(torch.autograd.Function):
-    """apply(run, *weights) → loss and its z-loss; `run(weights)` returns them, [2], and the gradient of each weight."""
+    """apply(run, *weights) → loss; `run(weights)` returns it and the gradient of each weight."""
 
     @staticmethod
-    def forward(ctx, run: Callable[..., tuple[Tensor, list[Tensor | None]]], *weights: Tensor) -> tuple[Tensor, Tensor]:
-        losses, ctx.gradients = run(weights)
-        loss, z_loss = (x.clone() for x in losses)
-        ctx.mark_non_differentiable(z_loss)
-        return loss, z_loss
+    def forward(ctx, run: Callable[..., tuple[Tensor, list[Tensor | None]]], *weights: Tensor) -> Tensor:
+        loss, ctx.gradients = run(weights)
+        return loss.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_loss: Tensor, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, d_loss: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.gradients is None:
             raise RuntimeError("a tiled loss allows one backward; compute the loss again")
         gradients, ctx.gradients = ctx.gradients, None
         return None, *(None if d is None else d.mul_(d_loss) for d in gradients)
 
 
-def _losses_of_tiles(call: Call, batches: Sequence[TileBatch], states_on_host: bool) -> list[Tensor]:
-    """The losses of all tiles, from the last to the first, after their backwards."""
+def _losses_of_tiles(call: Call, batches: Sequence[TileBatch], states_on_host: bool) -> list[dict[str, Tensor]]:
+    """`_forward_and_backward` of all tiles, from the last to the first."""
     states = _states_before(call, batches, states_on_host)
     losses, d_after = [], None
     for batch, next_batch in reversed(list(_with_next(batches))):
@@ -256,12 +257,11 @@ def _forward_and_backward(
     before: LMState | None,
     next_batch: TileBatch | None,
     d_after: list[Tensor | None] | None,
-) -> Tensor:
-    """The loss and its z-loss, [2], detached; `d_after` is the gradient of the final state."""
+) -> dict[str, Tensor]:
+    """The loss that is minimized, then the scalars; all detached. `d_after` is the gradient of the final state."""
     with torch.enable_grad():
         output = _forward(call, batch, before, next_batch)
     assert output.loss is not None
-    assert output.z_loss is not None
     roots, gradients = [output.loss], [torch.ones_like(output.loss)]
     if d_after is not None and output.state is not None:
         for statistic, d in zip(_statistics(output.state), d_after, strict=True):
@@ -269,7 +269,7 @@ def _forward_and_backward(
                 roots.append(statistic)
                 gradients.append(d.to(statistic.device))  # that of an offloaded growing state is on the host
     torch.autograd.backward(roots, gradients)
-    return torch.stack([output.loss, output.z_loss]).detach()
+    return {"minimized": output.loss.detach(), **output.scalars}
 
 
 def _accumulate(sums: dict[str, Tensor], name: str, leaf: Tensor) -> None:

@@ -183,7 +183,7 @@ class Launch:
             recent=self.guard.recent, skipped_in_a_row=self.guard.in_a_row,
         )  # fmt: skip
         if step % config.run.log_interval == 0 or step in (1, config.train.steps):
-            self.metrics.step(step, outcome.loss, lr, outcome.grad_norm, outcome.z_loss)
+            self.metrics.step(step, {**outcome.scalars, "lr": lr, "grad_norm": outcome.grad_norm})
 
     @property
     def is_over(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tost_lm.config import differences, load_config, to_toml
+from tost_lm.config import differences, load_config, section_of, to_toml
 from tost_lm.errors import ConfigError
 from tost_lm.pretrain.sections import StageConfig
 from tost_lm.pretrain.settings import PretrainConfig
@@ -226,7 +226,7 @@ OF_THE_RUN = {"seed", "initial_weights", "branch_from", "rewind", "tokens", "kin
 @pytest.mark.parametrize("section", sorted(set(StageConfig.model_fields) - {"name", "from_step", "tokens"}))
 def test_a_stage_refuses_what_the_recipe_refuses(tmp_path: Path, section: str):
     """With a message: no value is dropped, and none ends with a traceback."""
-    kind, alone = PretrainConfig.model_fields[section].annotation, '[data]\nfolder = "a"\n'
+    kind, alone = section_of(PretrainConfig.model_fields[section].annotation), '[data]\nfolder = "a"\n'
     assert kind is not None
     stage = f'{alone}[[stages]]\nname = "b"\nfrom_step = 4\n'
     for name in kind.model_fields.keys() - OF_THE_RUN:

@@ -1,15 +1,18 @@
 """Training in tiles against whole rows, on one rank; tests/multiprocess/test_tiled_on_ranks.py has several ranks."""
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from other_forms import other_forms
 
+from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.transforms import apply_activation_checkpointing
+from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.pretrain.tiled import tiled_loss
+from tost_lm.pretrain.tiled import TiledLM, tile, tiled_loss
 from tost_lm.testing import assert_as_accurate, assert_close
 
 pytestmark = pytest.mark.quick
@@ -129,6 +132,37 @@ def test_tiles_share_keys_and_values():
         assert all(a is b for a, b in zip(earlier, later, strict=False))
     assert [kv.shape[2] for kv in kept[-1]] == [5, 5, 5, 5, 2]
     assert all(kv.untyped_storage().nbytes() == kv.numel() * 8 for kv in kept[-1])
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_numbers_that_layers_report_are_those_of_whole_rows(monkeypatch: pytest.MonkeyPatch, compiled: bool):
+    """Also where blocks are computed again in the backward."""
+    forward = TssaMixer.forward
+
+    def reports(mixer: TssaMixer, x_BTC: torch.Tensor, *arguments: Any) -> Any:
+        arguments[-1].report("squares", x_BTC.square().sum())
+        return forward(mixer, x_BTC, *arguments)
+
+    monkeypatch.setattr(TssaMixer, "forward", reports)
+    (tokens, labels), model = data(), build()
+    inputs = []
+    for block in model.blocks:
+        block.mixer.register_forward_pre_hook(lambda _, given: inputs.append(given[0].square().sum()))
+    whole = model(tokens, labels)
+    expected = {"loss": whole.loss, "squares": sum(inputs) / (labels != IGNORED_LABEL).sum()}
+    tiles = tile(SimpleNamespace(sequence=SimpleNamespace(size=1, rank=0)), T, 5)
+    tiled = build()
+    tiled.__class__ = TiledLM
+    apply_activation_checkpointing(tiled, activation_checkpointing="full")
+    if compiled:
+        compile_blocks(tiled)
+    count = (labels != IGNORED_LABEL).sum()
+    output = tiled(tokens, labels, cu_seqlens=None, label_count=count, tiling=tiles)
+    output.loss.backward()
+    for found in (whole.scalars, output.scalars):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_close(found[name], value.detach(), 1e-10, name)
 
 
 def test_a_second_backward_is_refused():

@@ -23,7 +23,7 @@ from tost_lm.checkpointing.format import Progress, read_model_config
 from tost_lm.config import EXIT_STOPPED, ignore_output_errors, run_program
 from tost_lm.errors import ConfigError, install_hint
 from tost_lm.parallel.launch import end_for_next_stage, start_ranks
-from tost_lm.pretrain.loggers import loggers_in_use
+from tost_lm.pretrain.loggers import logger_of
 from tost_lm.pretrain.settings import PretrainConfig
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ def main(path: Path, config: PretrainConfig) -> None:
     from tost_lm.pretrain.checks import check_stages, ranks_to_start  # imports NumPy
 
     ranks = ranks_to_start(config)
-    for package in ["deepspeed", "psutil", *loggers_in_use(config.run)]:
-        if not find_spec(package):
-            extra = "tensorboard" if package == "tensorboard" else "train"
+    loggers = {logger.package: logger.extra for logger in map(logger_of, config.run.loggers) if logger.is_on()}
+    for package, extra in {"deepspeed": "train", "psutil": "train", **loggers}.items():
+        if package and not find_spec(package):
             raise ConfigError(f"training needs {package}; {install_hint(extra)}")
     start_ranks("train", ranks)
     from tost_lm.parallel.graceful_stop import GracefulStop

@@ -82,7 +82,7 @@ def test_training_goes_on_without_event_files():
     log_steps(metrics, 1, 2)
     metrics.close()
     assert len(Path("runs/r/metrics.jsonl").read_text().splitlines()) == 2
-    assert Path("runs/r/log.txt").read_text().count("TensorBoard failed (") == 1
+    assert Path("runs/r/log.txt").read_text().count("tensorboard failed (") == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
@@ -94,4 +94,4 @@ def test_training_goes_on_when_the_event_file_cannot_be_written():
     metrics.close()
     assert len(Path("runs/r/metrics.jsonl").read_text().splitlines()) == 8
     log = Path("runs/r/log.txt").read_text()
-    assert log.count("TensorBoard failed ([Errno 2] No such file or directory: ") == 1
+    assert log.count("tensorboard failed ([Errno 2] No such file or directory: ") == 1
