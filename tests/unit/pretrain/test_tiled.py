@@ -147,17 +147,17 @@ def test_numbers_that_layers_report_are_those_of_whole_rows(monkeypatch: pytest.
     (tokens, labels), model = data(), build()
     inputs = []
     for block in model.blocks:
-        block.mixer.register_forward_pre_hook(lambda _, given: inputs.append(given[0].square().sum()))
+        block.get_submodule("mixer").register_forward_pre_hook(lambda _, given: inputs.append(given[0].square().sum()))
     whole = model(tokens, labels)
     expected = {"loss": whole.loss, "squares": sum(inputs) / (labels != IGNORED_LABEL).sum()}
-    tiles = tile(SimpleNamespace(sequence=SimpleNamespace(size=1, rank=0)), T, 5)
+    mesh: Any = SimpleNamespace(sequence=SimpleNamespace(size=1, rank=0))
     tiled = build()
     tiled.__class__ = TiledLM
     apply_activation_checkpointing(tiled, activation_checkpointing="full")
     if compiled:
         compile_blocks(tiled)
     count = (labels != IGNORED_LABEL).sum()
-    output = tiled(tokens, labels, cu_seqlens=None, label_count=count, tiling=tiles)
+    output = tiled(tokens, labels, cu_seqlens=None, label_count=count, tiling=tile(mesh, T, 5))
     output.loss.backward()
     for found in (whole.scalars, output.scalars):
         assert found.keys() == expected.keys()
