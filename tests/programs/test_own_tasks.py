@@ -85,6 +85,14 @@ def test_a_toml_file_describes_documents_and_multiple_choice(trained: Path):
     assert "| exam@choices | accuracy | " in report
 
 
+def test_a_text_without_spaces_has_finite_results(trained: Path):
+    """Its perplexity per word would be infinite."""
+    (trained / "spaceless.jsonl").write_text(json.dumps({"text": "某些文字" * 300}) + "\n")
+    run("tost eval", "runs/tiny", "spaceless", "documents.spaceless.file=spaceless.jsonl", cwd=trained)
+    text = (trained / "runs/tiny/eval/spaceless@documents/results.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["model"]["words"] == 1
+
+
 @pytest.mark.quick
 def test_a_file_that_is_named_is_run_and_identifies_its_results(trained: Path):
     run("tost eval", "runs/tiny", "mine.py", cwd=trained)

@@ -57,8 +57,7 @@ def main(path: Path, config: GenerateConfig) -> None:
         prompt_tokens, bytes_of_state = output.state.positions[0], state_bytes(output.state, ranks.tensor_ranks)
         prompt = file.end(PROMPT_CHARACTERS) if file else sample.prompt[-PROMPT_CHARACTERS:]
         sampling = Sampling(sample.temperature, sample.top_k, sample.top_p, sample.seed)
-        name = str(evaluated.checkpoint)
-        continuation = Continuation(model, output, tokenizer, sample.tokens, sampling, sample.stop, name)
+        continuation = Continuation(model, output, tokenizer, sample.tokens, sampling, sample.stop)
         del output  # decoding has a copy of its state
         print_text(prompt)
         generation_started = time.monotonic()

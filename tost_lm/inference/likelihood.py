@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tost_lm.inference.generation import LanguageModel
+from tost_lm.inference.generation import LanguageModel, require_finite
 from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.requests import Likelihoods, Request
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
@@ -37,6 +37,7 @@ def score_requests(
 
     Raises:
         ConfigError: a request is longer than the model's positions.
+        CheckpointError: a score is not finite.
     """
     ranks = ranks or Ranks()
     sequence_ranks, limit = ranks.sequence_ranks, model.config.position_limit
@@ -86,7 +87,9 @@ def _score_batch(model: LanguageModel, requests: Sequence[Request], length: int)
     assert output.is_top is not None
     is_counted_BT = torch.from_numpy(labels_BT != IGNORED_LABEL).to(device)
     is_greedy_B = (output.is_top | ~is_counted_BT).all(1)
-    return list(zip(output.nats.double().sum(1).tolist(), is_greedy_B.tolist(), strict=True))
+    nats_B = output.nats.double().sum(1).cpu().numpy()
+    require_finite(model, nats_B)
+    return list(zip(nats_B.tolist(), is_greedy_B.tolist(), strict=True))
 
 
 def _tensor(ids_BT: np.ndarray, device: torch.device) -> Tensor:

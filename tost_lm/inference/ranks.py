@@ -129,7 +129,9 @@ class Ranks:
             CheckpointError: the model cannot be loaded.
             ConfigError: the heads or the vocabulary cannot be divided evenly.
         """
-        return evaluated.load(pick_device()) if self.mesh is None else evaluated.load_on_ranks(self.mesh)
+        model = evaluated.load(pick_device()) if self.mesh is None else evaluated.load_on_ranks(self.mesh)
+        model.name = str(evaluated.checkpoint)
+        return model
 
     def reusable(self, evaluated: EvaluatedCheckpoint, task: str, identity: dict[str, Any]) -> dict[str, Any] | None:
         """The results that rank 0 finds, as in `EvaluatedCheckpoint.reusable`; all ranks call it before any writes.
