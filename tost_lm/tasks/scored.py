@@ -68,7 +68,9 @@ class LikelihoodTask(Task, ABC):
         examples: Sequence[Example],
         settings: WindowConfig,
     ) -> Row:
-        """The results of examples; also writes their rows if there is a place."""
+        """The results of examples; also writes their rows if there is a place. Raises DataError without examples."""
+        if not examples:
+            raise DataError("the task has no examples; give it a file with some")
         tokens = sum(request.inputs for example in examples for request in example.requests)
         print(f"{self.name}: scoring {len(examples):,} examples, {tokens:,} tokens", flush=True)
         rows = rows_of(ranks, model, self, examples, settings.batch_tokens)
