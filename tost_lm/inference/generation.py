@@ -76,8 +76,7 @@ NOT_FINITE = -1
 
 
 def not_finite(name: object) -> CheckpointError:
-    """The error for a model whose weights are damaged or whose training has diverged; whatever reads numbers of a model
-    raises it."""
+    """The error of whatever reads numbers of a model."""
     return CheckpointError(f"{name}: its logits are not finite (NaN or infinite); use an earlier checkpoint")
 
 

@@ -43,19 +43,18 @@ def score_requests(
     sequence_ranks, limit = ranks.sequence_ranks, model.config.position_limit
     device = "cpu" if next(model.parameters()).device.type == "cpu" else "cuda"
     lengths = [request.inputs for request in requests]
-    results, done = {}, 0
+    rounds, results = _rounds(lengths, batch_tokens or BATCH_TOKENS[device], ranks.copies), {}
 
-    def progress() -> str:
-        return f"{done:,} of {len(lengths):,} requests scored"
+    def progress(done: int) -> str:
+        return f"{sum(map(len, rounds[:done])):,} of {len(lengths):,} requests scored"
 
-    for numbers in ranks.each(_rounds(lengths, batch_tokens or BATCH_TOKENS[device], ranks.copies), progress):
+    for numbers in ranks.each(rounds, progress):
         here = numbers[ranks.copy :: ranks.copies] or numbers[-1:]
         longest = lengths[numbers[-1]]
         # Sequence ranks get equally many tokens, and so divide an MLP into equally many tiles.
         padded = -(-longest // sequence_ranks) * sequence_ranks
         length = padded if limit is None else max(longest, min(padded, limit))
         results.update(zip(here, _score_batch(model, [requests[number] for number in here], length), strict=True))
-        done += len(numbers)
     together = dict(pair for pairs in ranks.gather(list(results.items())) for pair in pairs)
     scores = [together[number] for number in range(len(lengths))]
     nats, is_greedy = zip(*scores, strict=True) if scores else ((), ())

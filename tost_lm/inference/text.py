@@ -152,7 +152,8 @@ def score_text(
     """
     ranks = ranks or Ranks()
     with tempfile.TemporaryFile() as ids_file:
-        length = _write_ids(ids_file, ranks.each(ids_of(tokenizer, text.blocks())))
+        progress = lambda blocks: f"{min(blocks * BLOCK_BYTES, text.bytes):,} of {text.bytes:,} bytes tokenized"
+        length = _write_ids(ids_file, ranks.each(ids_of(tokenizer, text.blocks()), progress))
         limit = model.config.position_limit
         if limit is not None and length > limit:
             raise ConfigError(

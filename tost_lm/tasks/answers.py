@@ -65,7 +65,9 @@ def model_scorer(model: LanguageModel, vocab_size: int, ranks: Ranks | None = No
     @torch.no_grad()
     def score(examples: Sequence[Query], room: int) -> Scores:
         prompts_ST = torch.from_numpy(np.stack([example.prompt for example in examples]))
-        output = prefill(model, each(prompts_ST.split(TILE_TOKENS, 1)))
+        tokens = prompts_ST.shape[1]
+        progress = lambda tiles: f"{min(tiles * TILE_TOKENS, tokens):,} of {tokens:,} tokens of each prompt read"
+        output = prefill(model, each(prompts_ST.split(TILE_TOKENS, 1), progress))
         nats, top_share = zip(
             *(
                 _score_option(model, output, [example.options[i] for example in examples], vocab_size)

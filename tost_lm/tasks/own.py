@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tost_lm.config import Section
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import sha256_bytes
-from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.requests import disjoint_windows
 from tost_lm.tasks.data_sets import SetFile, unpacked
 from tost_lm.tasks.multiple_choice import MultipleChoice, Question
@@ -28,9 +27,6 @@ from tost_lm.tasks.registry import FAMILIES
 from tost_lm.tasks.scored import Example, read_json_lines
 from tost_lm.tasks.task import Family, Inputs, Measure, Measurement, Place, Row, Task
 from tost_lm.user_files import RUNNING, explained_errors, run_user_file
-
-if TYPE_CHECKING:
-    from tost_lm.inference.generation import LanguageModel, ModelFacts
 
 
 class DocumentsConfig(Section):
@@ -119,10 +115,10 @@ class OwnFamily(Family):
         explained = explained_errors(self.file, str(self.file))
         found = explained(super().open)(task, inputs)
 
-        def prepare(model: "ModelFacts") -> Measure:
+        def prepare(model: Any) -> Measure:
             measure = explained(found.prepare)(model)
 
-            def measured(model: "LanguageModel", ranks: Ranks, place: Place | None) -> Row:
+            def measured(model: Any, ranks: Any, place: Place | None) -> Row:
                 results = measure(model, ranks, place)
                 json.dumps(results if place else task.totals_of(results), allow_nan=False)  # it may not be JSON
                 return results

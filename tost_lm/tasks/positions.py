@@ -147,7 +147,8 @@ def mean_nats(model: "LanguageModel", ids: np.ndarray, ends: Sequence[int], rank
     from tost_lm.model.streaming import TokenStream
 
     nats_P, read = np.zeros(len(ends)), 0
-    for nats_T in (ranks or Ranks()).each(TokenStream(model, ids)):
+    progress = lambda _: f"{read:,} of {ends[-1]:,} tokens of a sequence read"
+    for nats_T in (ranks or Ranks()).each(TokenStream(model, ids), progress):
         require_finite(model, nats_T.numpy())
         bucket_T = np.searchsorted(ends, np.arange(read, read + len(nats_T)), side="right")
         nats_P += np.bincount(bucket_T, weights=nats_T.numpy(), minlength=len(ends))
@@ -158,7 +159,7 @@ def mean_nats(model: "LanguageModel", ids: np.ndarray, ends: Sequence[int], rank
 def mean_nats_of_all(ranks: Ranks, model: "LanguageModel", sequences: Sequences) -> np.ndarray:
     """`mean_nats` of all sequences, [N, P], on every rank. The copies of the model share the sequences."""
     results, numbers = {}, range(ranks.copy, sequences.count, ranks.copies)
-    for number in ranks.each(numbers, lambda: f"{len(results):,} of {len(numbers):,} sequences read"):
+    for number in ranks.each(numbers, lambda done: f"{done:,} of {len(numbers):,} sequences read"):
         results[number] = mean_nats(model, sequences.sequence(number), sequences.ends, ranks).tolist()
     ranks.wait_for_copies()
     together = {number: nats for pairs in ranks.gather(list(results.items())) for number, nats in pairs}

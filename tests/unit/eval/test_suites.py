@@ -10,6 +10,8 @@ from evaluations import FILES, evaluate
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import load_config, recipes, validate
 from tost_lm.errors import ConfigError, TostError
+from tost_lm.inference import ranks
+from tost_lm.tasks import answers
 from tost_lm.tasks.registry import FAMILIES
 from tost_lm.tasks.settings import EvalConfig, tasks_of
 
@@ -105,3 +107,25 @@ def test_weights_that_are_not_finite_fail_every_task(run_folder: Path, tokenizer
     expected = [f"{name}: {problem}" for name in [*names, "own@documents", "asked@choices"]]
     assert str(error.value).splitlines() == expected
     assert not [path for path in (run_folder / "eval").rglob("*") if path.is_file()]
+
+
+def test_long_texts_have_progress(run_folder: Path, tokenizer, make_model, tmp_path: Path, monkeypatch, capsys):
+    """A line a minute, within a sequence or a prompt too."""
+    model = make_model(vocab_size=tokenizer.vocab_size, positions="none", tssa={"denom_bias": "head"})
+    write_checkpoint(run_folder / "checkpoints/step_00000100", model.config, model.state_dict(), tokenizer)
+    (tmp_path / "text").write_text("Some words of a text. They say little! " * 40)
+    monkeypatch.setattr(ranks, "PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr(answers, "TILE_TOKENS", 200)
+    text = str(tmp_path / "text")
+    (tmp_path / "wiki").write_text(FILES["wikitext2"])
+    evaluate(
+        run_folder, "needle", "positions", "text", PAGES, sets={"wikitext2": str(tmp_path / "wiki")},
+        needle={"depths": [0.5], "lengths": [300], "samples": 1, "haystack": text},
+        positions={"times": 2, "sequences": 1, "file": text}, text={"file": text},
+    )  # fmt: skip
+    output = capsys.readouterr().out
+    for line in (
+        "200 of 294 tokens of each prompt read", "32 of 32 tokens of a sequence read", "1 of 1 sequences read",
+        "1,560 of 1,560 bytes tokenized", "requests scored",
+    ):  # fmt: skip
+        assert f"{line}\n" in output
