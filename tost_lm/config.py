@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError, PydanticUndefined
 
 from tost_lm.errors import ConfigError, TostError, did_you_mean, printable
 from tost_lm.files import regular_file
+from tost_lm.lifetime import end_with_output
 from tost_lm.redaction import redact_text
 from tost_lm.remote import PACKAGES, as_path
 
@@ -391,10 +392,10 @@ def _elsewhere(section: type[Section], key: str) -> str | None:
 EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 75  # EX_TEMPFAIL: all state is saved, and the same command resumes
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
 ALONE_S = 5.0  # after it a rank prints an error that rank 0 has not printed
 
 
+@end_with_output()
 def run_program(
     main: Callable[[Any, AnySection], None],
     *,
@@ -456,9 +457,6 @@ def run_program(
         if int(os.environ.get("RANK", "0")) == 0:
             print("\ninterrupted; run the same command to resume", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
-        sys.exit(EXIT_BROKEN_PIPE)
     except OSError as error:
         if error.filename is None:
             raise

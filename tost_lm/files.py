@@ -49,8 +49,12 @@ def xxh3_file(path: Path) -> str:
 
 
 def manifest_bytes(manifest: dict[str, Any]) -> bytes:
-    """The bytes of a manifest.json or results.json: JSON whose last key is the XXH3-128 of everything before it."""
-    body = json.dumps(manifest, indent=1, ensure_ascii=False).removesuffix("\n}")
+    """The bytes of a manifest.json or results.json: JSON whose last key is the XXH3-128 of everything before it.
+
+    Raises:
+        ValueError: a number is not finite; JSON has no such numbers.
+    """
+    body = json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False).removesuffix("\n}")
     return f'{body},\n "xxh3": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'.encode()
 
 
@@ -115,8 +119,8 @@ def open_lock(path: Path) -> TextIO:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write a JSONL file atomically, one row a line."""
-    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    """Write a JSONL file atomically, one row a line. Raises ValueError as `manifest_bytes`."""
+    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

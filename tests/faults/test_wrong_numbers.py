@@ -17,6 +17,7 @@ from tost_lm.files import read_rows
 from tost_lm.parallel import zero
 from tost_lm.pretrain import train
 from tost_lm.pretrain.validation import Validation
+from tost_lm.tasks.in_training import TasksInTraining
 
 Times = Callable[[int], int]
 RecordFault = Callable[[str, int, str], None]
@@ -129,6 +130,29 @@ def nan_weights_from_validation_on(rank: int) -> None:
         return measure(self, engine, *arguments)
 
     Validation.measure = measure_nan  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def nan_weights_from_evaluation_on(rank: int) -> None:
+    measure = TasksInTraining.measure
+
+    def measure_nan(self: TasksInTraining, engine: Any, *arguments: Any) -> list[dict[str, Any]]:
+        next(engine.module.parameters()).data.fill_(math.nan)
+        return measure(self, engine, *arguments)
+
+    TasksInTraining.measure = measure_nan  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_an_evaluation_of_nan_weights_ends_the_run_without_a_result(workplace: Path, record_fault: RecordFault):
+    needle = ("needle.lengths=[64]", "needle.samples=2", "needle.depths=[0.5]")
+    words = ("train.steps=3", "evaluation.interval=3", 'evaluation.tasks=["needle"]')
+    words += ("model.positions=none", "model.tssa.denom_bias=head")
+    words += tuple(f"evaluation.settings.{setting}" for setting in needle)
+    with launch(workplace, 2, *words, inject=nan_weights_from_evaluation_on) as running:
+        assert running.wait() == [2, 2], running.output()
+        assert "the model: its logits are not finite (NaN or infinite)" in running.errors()[0]
+    assert read_rows(workplace / "runs/tiny/evaluations.jsonl") == []
+    assert saved_steps(workplace / "runs/tiny") == []
+    record_fault("weights are NaN in an evaluation", 1, "an error; exit code 2")
 
 
 def test_a_run_whose_last_validation_loss_is_nan_is_an_error(workplace: Path, record_fault: RecordFault):

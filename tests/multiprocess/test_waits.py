@@ -231,7 +231,7 @@ def test_the_second_decoding_step_waits_for_nothing_but_its_token(pattern: str, 
     next(ids)
     with waits_counted() as places:
         next(ids)
-    assert places == {"generation.py:read": 1}
+    assert places == {"generation.py:chosen_ids": 1}
 
 
 class _CopiesBackward(torch.autograd.Function):

@@ -13,12 +13,15 @@ from forked import ENVIRONMENT, Forked
 from programs import run
 
 import tost_lm
+from tost_lm import progress
 from tost_lm.checkpointing.format import write_checkpoint
+from tost_lm.cli import generate
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.inference.generation import generate_text
-from tost_lm.model import ModelConfig, TostLM
+from tost_lm.inference.settings import GenerateConfig
+from tost_lm.model import ModelConfig, TostLM, streaming
 
 PROGRAM = "tost generate"
 
@@ -63,6 +66,19 @@ def test_weights_that_are_not_finite_are_an_error_on_a_line_of_its_own(folder: P
     assert (code, out) == (2, "hello\n"), err
     assert err == "error: nan: its logits are not finite (NaN or infinite); use an earlier checkpoint\n"
     assert not (folder / "nan/eval/sample/results.json").exists()
+
+
+def test_a_prompt_that_takes_long_to_read_has_progress(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(streaming, "TILE_TOKENS", 16)
+    monkeypatch.chdir(folder)
+    tokens = 1 + len(tost_lm.load_tokenizer("model").encode("a" * 60))
+    generate.main(Path("model"), validate(GenerateConfig, {"sample": {"prompt": "a" * 60, "tokens": 1}}, "test"))
+    lines = capsys.readouterr().err.splitlines()
+    read = [line.partition(" tokens, ")[0] for line in lines]
+    assert read == [f"reading the prompt: {before}" for before in range(16, tokens, 16)]
 
 
 def test_too_many_tokens_are_an_error_before_any_output(folder: Path):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from programs import refusal, run, snapshot
+from programs import TINY_RUN, refusal, run, snapshot
 
 from tost_lm.files import sha256_bytes
 
@@ -85,6 +85,14 @@ def test_a_toml_file_describes_documents_and_multiple_choice(trained: Path):
     assert "| exam@choices | accuracy | " in report
 
 
+def test_a_text_without_spaces_has_finite_results(trained: Path):
+    """Its perplexity per word would be infinite."""
+    (trained / "spaceless.jsonl").write_text(json.dumps({"text": "某些文字" * 300}) + "\n")
+    run("tost eval", "runs/tiny", "spaceless", "documents.spaceless.file=spaceless.jsonl", cwd=trained)
+    text = (trained / "runs/tiny/eval/spaceless@documents/results.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["model"]["words"] == 1
+
+
 @pytest.mark.quick
 def test_a_file_that_is_named_is_run_and_identifies_its_results(trained: Path):
     run("tost eval", "runs/tiny", "mine.py", cwd=trained)
@@ -101,11 +109,69 @@ def test_a_file_that_is_named_is_run_and_identifies_its_results(trained: Path):
     assert "another task_sha256" in run("tost eval", "runs/tiny", "mine.py", cwd=trained)
 
 
+def with_faults(faults: dict[str, tuple[str, str]]) -> str:
+    """A file with a task for each fault: a method of `Ends` and its body, which is on the last line."""
+    tasks = [
+        f"class {name}(Ends):\n    name = '{name}@own'\n    def {method}:\n        {body}  # {name}\n"
+        for name, (method, body) in faults.items()
+    ]
+    end = f"register(Family('own', [{', '.join(f'{name}()' for name in faults)}]))\n"
+    return "".join([OWN.partition('Path("marker")')[0], *tasks, end])
+
+
+FAULTS = {
+    "Raises": ("examples(self, path, tokenizer, window)", "raise RuntimeError('no\\nlines')"),
+    "MissesFile": ("examples(self, path, tokenizer, window)", "return open('nowhere')"),
+    "Empty": ("examples(self, path, tokenizer, window)", "return []"),
+    "NoExample": ("examples(self, path, tokenizer, window)", "return ['text']"),
+    "NoScore": ("row(self, example, scores)", "return {'right': scores['right']}"),
+    "NoResult": ("totals(self, rows)", "return {'accuracy': float('nan')}"),
+    "NoJson": ("row(self, example, scores)", "return {'right': True, 'set': {1, 2}}"),
+    "Exits": ("row(self, example, scores)", "raise SystemExit(0)"),
+}
+MESSAGES = {
+    "Raises": "RuntimeError: no\\nlines (line {line}); correct the file",
+    "MissesFile": "FileNotFoundError: [Errno 2] No such file or directory: 'nowhere' (line {line}); correct the file",
+    "NoExample": "AttributeError: 'str' object has no attribute 'requests'; correct the file",
+    "NoScore": "TypeError: tuple indices must be integers or slices, not str (line {line}); correct the file",
+    "NoResult": "ValueError: Out of range float values are not JSON compliant; correct the file",
+    "Exits": "SystemExit: 0 (line {line}); correct the file",
+    "NoJson": "TypeError: Object of type set is not JSON serializable; correct the file",
+}
+
+
+def test_tasks_that_fail_are_one_line_each_and_the_others_run(trained: Path):
+    text = with_faults(FAULTS)
+    (trained / "faults.py").write_text(text)
+    lines = {name: 1 + text[: text.index(f"# {name}\n")].count("\n") for name in FAULTS}
+    (trained / "runs/tiny/eval/ends@mine/results.json").unlink(missing_ok=True)
+    problems = refusal("tost eval", "runs/tiny", "faults.py", "mine.py", cwd=trained).splitlines()
+    expected = {f"{name}@own: faults.py: {MESSAGES[name].format(line=lines[name])}" for name in MESSAGES}
+    assert {*problems} == expected | {"Empty@own: the task has no examples; give it a file with some"}
+    assert len(problems) == len(FAULTS)
+    assert results(trained, "ends@mine")["model"]["examples"] == 3
+    assert not list(trained.glob("runs/tiny/eval/*@own/results.json"))
+
+
+@pytest.mark.parametrize("fault", ["Raises", "NoScore"])
+def test_a_task_that_fails_in_training_is_one_line(trained: Path, tmp_path: Path, fault: str):
+    """Before the first step, or after it."""
+    for name in ("out", "laws.jsonl"):
+        (tmp_path / name).symlink_to(trained / name)
+    (tmp_path / "run.toml").write_text(TINY_RUN)
+    (tmp_path / "faults.py").write_text(with_faults({fault: FAULTS[fault]}))
+    words = ["train.steps=1", "evaluation.interval=1", 'evaluation.tasks=["faults.py"]']
+    problem = refusal("tost train", "run.toml", *words, cwd=tmp_path)
+    assert problem.startswith(f"faults.py: {MESSAGES[fault].partition(' (')[0]} (line ")
+    assert "\n" not in problem
+
+
 @pytest.mark.parametrize(
     ("file", "words", "problem"),
     [
         ("", ["own.py"], "own.py: registers no family; call tost_lm.tasks.own.register in it"),
         (OWN.replace('"mine"', '"needle"'), ["own.py"], "own.py: the name needle is taken; choose another one"),
+        (OWN.replace("name, about", "names, about"), ["own.py"], "own.py: Ends has no name; set it"),
         ("", ["nowhere.py"], "nowhere.py: cannot be read: No such file or directory; name a Python file"),
         ("", ["a", "documents.a.file=exam.jsonl"], 'exam.jsonl, line 1: no text under "text"; name its field'),
         (

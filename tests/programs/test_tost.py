@@ -1,11 +1,12 @@
 """The command `tost`: its lists of commands, mistakes, and a program that it starts."""
 
+import os
 import re
 import subprocess
 import sys
 
 import pytest
-from forked import CHECKOUT, Forked
+from forked import CHECKOUT, ENVIRONMENT, Forked
 
 from tost_lm.cli.main import MODULES, source_of
 from tost_lm.version import VERSION
@@ -68,6 +69,31 @@ def test_the_version():
 )
 def test_an_unknown_command_is_one_line(words: str, error: str):
     assert tost(*words.split()) == (2, "", f"error: unknown command: {error}\n")
+
+
+def tost_into(output: int, words: str, unbuffered: str) -> tuple[int, str]:
+    """Exit code and stderr. Python writes a short output only at its exit, or else at each print."""
+    command = [sys.executable, "-m", "tost_lm.cli.main", *words.split()]
+    environment = {**ENVIRONMENT, "PYTHONUNBUFFERED": unbuffered}
+    with os.fdopen(output, "wb") as file:
+        done = subprocess.run(command, cwd=CHECKOUT, env=environment, stdout=file, stderr=subprocess.PIPE, text=True)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["", "prepare", "--version", "recipes", "train --help"])
+def test_a_reader_that_ends_first_ends_it_without_a_message(words: str, unbuffered: str):
+    """As in `tost | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert tost_into(writer, words, unbuffered) == (128 + 13, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["", "recipes"])
+def test_an_output_without_room_is_one_line(words: str, unbuffered: str):
+    problem = "error: an output cannot be written: No space left on device; make room for it\n"
+    assert tost_into(os.open("/dev/full", os.O_WRONLY), words, unbuffered) == (2, problem)
 
 
 def test_a_command_gets_its_arguments():

@@ -1,5 +1,6 @@
 """Evaluations by the code of `tost eval`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,25 @@ from tost_lm.tasks.settings import EvalConfig
 RULER = [task.name for task in FAMILIES["ruler"].tasks]
 RETRIEVAL = ["needle@words", *RULER]
 CONTEXT = [task.name for task in FAMILIES["context"].tasks]
+
+WIKI = " \n = One = \n \n It was 2 @.@ 5 , he said . \n The end of it , and of all . \n = Two = \n \n More words . \n"
+LAMBADA = ["He saw it, and so it was", "They went on and on until the very end of the road, and back"]
+PTB = " no it was n't <unk> \n the N dogs ' tails \n"
+CBT = (
+    "".join(f"{n} Sentence {n} of a tale .\n" for n in range(1, 21))
+    + "21 Then XXXXX ran .\tdog\t\tdog|a|b|c|d|e|f|g|h|i\n"
+)
+FILES = {"wikitext2": WIKI, "lambada_openai": "".join(json.dumps({"text": text}) + "\n" for text in LAMBADA)}
+FILES |= {"ptb": PTB, "cbt_cn": CBT}
+FILES |= {
+    name: json.dumps(row) + "\n"
+    for name, row in {
+        "hellaswag": {"activity_label": "A", "ctx_a": "b [c]", "ctx_b": "d", "endings": ["e", "f g [h]"], "label": 1},
+        "arc_challenge": {"question": "A?", "choices": {"text": ["b", "cd"], "label": ["A", "B"]}, "answerKey": "B"},
+        "piqa": {"goal": "A", "sol1": "bc", "sol2": "d", "label": 0},
+    }.items()
+}
+"""Texts of test sets by name."""
 
 
 def evaluate(path: Path, *tasks: str, **sections: Any) -> None:

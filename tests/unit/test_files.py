@@ -1,10 +1,11 @@
 """Files and folders are whole or absent."""
 
+import math
 from pathlib import Path
 
 import pytest
 
-from tost_lm.files import make_temp_folder, publish_folder, read_rows, write_atomically, write_rows
+from tost_lm.files import make_temp_folder, manifest_bytes, publish_folder, read_rows, write_atomically, write_rows
 
 
 def test_rows_come_back_whatever_their_text(tmp_path: Path):
@@ -15,6 +16,15 @@ def test_rows_come_back_whatever_their_text(tmp_path: Path):
         file.write('{"text": "unfini')
     assert read_rows(tmp_path / "rows.jsonl") == rows
     assert read_rows(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_numbers_that_json_does_not_have_are_refused(tmp_path: Path, number: float):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        manifest_bytes({"deep": [{"number": number}]})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_rows(tmp_path / "rows.jsonl", [{"a": 1.0}, {"a": number}])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path):

@@ -30,7 +30,7 @@ CHECKPOINTS, ENVIRONMENT, FLIGHT_RECORDER, HEARTBEATS = "checkpoints", "env.json
 
 
 class _Row(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     step: int
 

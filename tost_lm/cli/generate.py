@@ -14,12 +14,17 @@ of the state to results.json. Memory does not grow with the text, except for sof
 
 import os
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.config import run_program
 from tost_lm.inference.settings import GenerateConfig
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
+from tost_lm.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PROMPT_CHARACTERS, TEXT_CHARACTERS = 2_000, 20_000  # kept in results.json, for the report
 
@@ -52,13 +57,14 @@ def main(path: Path, config: GenerateConfig) -> None:
         tokenizer = evaluated.tokenizer()
         model = ranks.load(evaluated)
         prompt_ids = ids_of(tokenizer, file.blocks() if file else [sample.prompt])
-        output = prefill(model, in_tiles(prompt_ids, TILE_TOKENS))
+        tiles = in_tiles(prompt_ids, TILE_TOKENS)
+        with ProgressBar("reading the prompt", "tokens") as progress:
+            output = prefill(model, tiles if ranks.rank else _reported(tiles, progress))
         assert output.state is not None
         prompt_tokens, bytes_of_state = output.state.positions[0], state_bytes(output.state, ranks.tensor_ranks)
         prompt = file.end(PROMPT_CHARACTERS) if file else sample.prompt[-PROMPT_CHARACTERS:]
         sampling = Sampling(sample.temperature, sample.top_k, sample.top_p, sample.seed)
-        name = str(evaluated.checkpoint)
-        continuation = Continuation(model, output, tokenizer, sample.tokens, sampling, sample.stop, name)
+        continuation = Continuation(model, output, tokenizer, sample.tokens, sampling, sample.stop)
         del output  # decoding has a copy of its state
         print_text(prompt)
         generation_started = time.monotonic()
@@ -80,6 +86,14 @@ def main(path: Path, config: GenerateConfig) -> None:
         "state_bytes_after_prompt": bytes_of_state,
     }
     evaluated.write_results(SAMPLE, identity, started, results)
+
+
+def _reported(tiles: "Iterable[Tensor]", progress: ProgressBar) -> "Iterator[Tensor]":
+    read = 0
+    for tile in tiles:
+        progress(read, None)
+        yield tile
+        read += tile.shape[1]
 
 
 def run() -> NoReturn:

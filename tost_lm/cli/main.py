@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from tost_lm.lifetime import end_with_output
 from tost_lm.version import VERSION
 
 COMMANDS = {
@@ -43,6 +44,7 @@ MODULES = {command: module for group in COMMANDS.values() for command, module in
 HELP = ("--help", "-h")
 
 
+@end_with_output()
 def main() -> None:
     """Run the command that the command line names, or list the commands."""
     os.environ["PYTHONSAFEPATH"] = "1"  # its workers would run modules of the working folder

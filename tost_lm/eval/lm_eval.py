@@ -12,12 +12,12 @@ from typing import Any
 
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from torch import Tensor
 
 from tost_lm.checkpointing.format import read_model_config
 from tost_lm.config import path_or_url
-from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.errors import ConfigError
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
+from tost_lm.inference.generation import not_finite
 from tost_lm.interop.hf import TostConfig, TostForCausalLM, fast_tokenizer
 
 HuggingFaceModel: Any = HFLM
@@ -86,14 +86,11 @@ class HarnessModel(HuggingFaceModel):
 
     def _create_model(self, pretrained: str, **others: Any) -> None:
         self._model = TostForCausalLM.from_run(self.evaluated.checkpoint, str(self.device)).float()
+        self._model.register_forward_hook(self._require_finite)
 
-    def _model_call(self, inps: Tensor, **others: Any) -> Tensor:
-        logits_BTV = super()._model_call(inps, **others)
-        if not logits_BTV.isfinite().all():
-            raise CheckpointError(
-                f"{self.evaluated.checkpoint}: its logits are not finite (NaN or infinite); use an earlier checkpoint"
-            )
-        return logits_BTV
+    def _require_finite(self, model: object, arguments: object, output: Any) -> None:
+        if not output.logits.isfinite().all():
+            raise not_finite(self.evaluated.checkpoint)
 
     @property
     def tokenizer_name(self) -> str:

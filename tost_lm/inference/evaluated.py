@@ -215,7 +215,7 @@ def results_path(home: Path, task: str) -> Path:
 
 
 def write_result_file(path: Path, results: dict[str, Any]) -> None:
-    """Write a results.json, or a cell of one, with its hash."""
+    """Write a results.json, or a cell of one, with its hash. Raises ValueError if a number is not finite."""
     write_atomically(path, manifest_bytes(results))
 
 

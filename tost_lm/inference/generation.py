@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +39,9 @@ ModelFacts = ModelConfig | ForeignFacts
 
 class LanguageModel(Protocol):
     """A model in evaluation mode. All ranks of one copy of the model call it with the same arguments."""
+
+    name: str
+    """Names it in errors."""
 
     @property
     def config(self) -> ModelFacts: ...
@@ -71,6 +75,17 @@ NOT_FINITE = -1
 """The id that stands for logits of which one is not finite: one read per token tells both."""
 
 
+def not_finite(name: object) -> CheckpointError:
+    """The error of whatever reads numbers of a model."""
+    return CheckpointError(f"{name}: its logits are not finite (NaN or infinite); use an earlier checkpoint")
+
+
+def require_finite(model: LanguageModel, nats: np.ndarray) -> None:
+    """Raises CheckpointError if one of the scores is not finite."""
+    if not np.isfinite(nats).all():
+        raise not_finite(model.name)
+
+
 class Continuation(Iterator[str]):
     """Generated text, as strings of complete characters, up to the first of `stops`.
 
@@ -85,14 +100,12 @@ class Continuation(Iterator[str]):
         tokens: int,
         sampling: Sampling = GREEDY,
         stops: Sequence[str] = (),
-        name: str = "the model",
     ) -> None:
         """Like `generate`, with stop strings. Raises ConfigError also for an empty stop string."""
         if not all(stops):
             raise ConfigError("a stop string is empty; leave it out")
         self.tokens = 0
-        stop_id = tokenizer.stop
-        ids = generate(model, output, tokens, sampling, stop_id, tokenizer.vocab_size, name)
+        ids = generate(model, output, tokens, sampling, tokenizer.stop, tokenizer.vocab_size)
         self._texts = until(decode_ids(tokenizer, self._counted(ids)), stops)
 
     def __next__(self) -> str:
@@ -137,7 +150,6 @@ def generate(
     sampling: Sampling,
     stop_id: int | None,
     vocab_size: int,
-    name: str = "the model",
 ) -> Iterator[int]:
     """Generate ids one by one, up to `stop_id` (exclusive).
 
@@ -146,8 +158,7 @@ def generate(
         output: the model's output on one sequence (`tost_lm.model.streaming.prefill` reads prompts of any length).
         tokens: maximum number of ids.
         stop_id: the end-of-text id; None: the vocabulary has none.
-        vocab_size: ids of the tokenizer; rows of a padded vocabulary beyond it are never chosen.
-        name: names the model in errors.
+        vocab_size: as in `chosen_ids`.
 
     Raises:
         ConfigError: prompt and new tokens exceed the model's positions, or `sampling` is invalid.
@@ -164,19 +175,32 @@ def generate(
         )
     generator = torch.Generator(next(model.parameters()).device).manual_seed(sampling.seed)
     choose = greedy if sampling.temperature == 0 else sampler(sampling, generator)
+    ids = (i for (i,) in chosen_ids(model, output, tokens, choose, vocab_size))
+    return takewhile(lambda i: i != stop_id, ids)
+
+
+def chosen_ids(
+    model: LanguageModel, output: LMOutput, tokens: int, choose: Choose, vocab_size: int
+) -> Iterator[list[int]]:
+    """The ids of `continuations` on the host, those of all sequences at once.
+
+    Args:
+        vocab_size: ids of the tokenizer; rows of a padded vocabulary beyond it are never chosen.
+
+    Raises:
+        CheckpointError: while iterating, a logit is not finite.
+    """
 
     def choose_finite(logits_BV: Tensor) -> Tensor:
         logits_BV = logits_BV[:, :vocab_size]
         finite_B1 = logits_BV.isfinite().all(1, keepdim=True)
         return choose(logits_BV.where(finite_B1, 0)).where(finite_B1[:, 0], NOT_FINITE)
 
-    def read(next_B: Tensor) -> int:
-        if (i := int(next_B.item())) == NOT_FINITE:
-            raise CheckpointError(f"{name}: its logits are not finite (NaN or infinite); use an earlier checkpoint")
-        return i
-
-    ids = map(read, continuations(model, output, tokens, choose_finite))
-    return takewhile(lambda i: i != stop_id, ids)
+    for next_B in continuations(model, output, tokens, choose_finite):
+        ids = next_B.tolist()
+        if NOT_FINITE in ids:
+            raise not_finite(model.name)
+        yield ids
 
 
 @torch.no_grad()

@@ -168,7 +168,7 @@ class HuggingFaceLM(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.name = model, "the model"
         found = [positions for name in POSITIONS if (positions := getattr(model.config, name, None))]
         if not found:
             raise ConfigError(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tost_lm.inference.generation import LanguageModel
+from tost_lm.inference.generation import LanguageModel, require_finite
 from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.requests import Likelihoods, Request
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
@@ -37,24 +37,24 @@ def score_requests(
 
     Raises:
         ConfigError: a request is longer than the model's positions.
+        CheckpointError: a score is not finite.
     """
     ranks = ranks or Ranks()
     sequence_ranks, limit = ranks.sequence_ranks, model.config.position_limit
     device = "cpu" if next(model.parameters()).device.type == "cpu" else "cuda"
     lengths = [request.inputs for request in requests]
-    results, done = {}, 0
+    rounds, results = _rounds(lengths, batch_tokens or BATCH_TOKENS[device], ranks.copies), {}
 
-    def progress() -> str:
-        return f"{done:,} of {len(lengths):,} requests scored"
+    def progress(done: int) -> str:
+        return f"{sum(map(len, rounds[:done])):,} of {len(lengths):,} requests scored"
 
-    for numbers in ranks.each(_rounds(lengths, batch_tokens or BATCH_TOKENS[device], ranks.copies), progress):
+    for numbers in ranks.each(rounds, progress):
         here = numbers[ranks.copy :: ranks.copies] or numbers[-1:]
         longest = lengths[numbers[-1]]
         # Sequence ranks get equally many tokens, and so divide an MLP into equally many tiles.
         padded = -(-longest // sequence_ranks) * sequence_ranks
         length = padded if limit is None else max(longest, min(padded, limit))
         results.update(zip(here, _score_batch(model, [requests[number] for number in here], length), strict=True))
-        done += len(numbers)
     together = dict(pair for pairs in ranks.gather(list(results.items())) for pair in pairs)
     scores = [together[number] for number in range(len(lengths))]
     nats, is_greedy = zip(*scores, strict=True) if scores else ((), ())
@@ -86,7 +86,9 @@ def _score_batch(model: LanguageModel, requests: Sequence[Request], length: int)
     assert output.is_top is not None
     is_counted_BT = torch.from_numpy(labels_BT != IGNORED_LABEL).to(device)
     is_greedy_B = (output.is_top | ~is_counted_BT).all(1)
-    return list(zip(output.nats.double().sum(1).tolist(), is_greedy_B.tolist(), strict=True))
+    nats_B = output.nats.double().sum(1).cpu().numpy()
+    require_finite(model, nats_B)
+    return list(zip(nats_B.tolist(), is_greedy_B.tolist(), strict=True))
 
 
 def _tensor(ids_BT: np.ndarray, device: torch.device) -> Tensor:

@@ -104,14 +104,14 @@ class Ranks:
         """Whether this rank writes the results of its copy."""
         return self.mesh is None or self.mesh.tensor.rank == self.mesh.sequence.rank == 0
 
-    def each(self, items: Iterable[Item], progress: Callable[[], str] | None = None) -> Iterator[Item]:
-        """The items, with a `beat` before each, and a line of progress printed each minute."""
+    def each(self, items: Iterable[Item], progress: Callable[[int], str] | None = None) -> Iterator[Item]:
+        """The items, with a `beat` before each, and each minute a line of progress for the number of items done."""
         printed_at = time.monotonic()
-        for item in items:
+        for done, item in enumerate(items, start=1):
             self.beat()
             yield item
             if progress and time.monotonic() - printed_at > PROGRESS_EVERY_S:
-                print(progress(), flush=True)
+                print(progress(done), flush=True)
                 printed_at = time.monotonic()
 
     def gather(self, value: Any) -> list[Any]:
@@ -129,7 +129,9 @@ class Ranks:
             CheckpointError: the model cannot be loaded.
             ConfigError: the heads or the vocabulary cannot be divided evenly.
         """
-        return evaluated.load(pick_device()) if self.mesh is None else evaluated.load_on_ranks(self.mesh)
+        model = evaluated.load(pick_device()) if self.mesh is None else evaluated.load_on_ranks(self.mesh)
+        model.name = str(evaluated.checkpoint)
+        return model
 
     def reusable(self, evaluated: EvaluatedCheckpoint, task: str, identity: dict[str, Any]) -> dict[str, Any] | None:
         """The results that rank 0 finds, as in `EvaluatedCheckpoint.reusable`; all ranks call it before any writes.

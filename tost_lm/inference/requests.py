@@ -71,9 +71,17 @@ def rates(nats: float, tokens: int, size: int) -> dict[str, Any]:
         "bytes": size,
         "nats": nats,
         "nats_per_token": nats / tokens,
-        "perplexity_per_token": math.exp(nats / tokens) if nats / tokens < 700 else math.inf,
+        "perplexity_per_token": perplexity(nats / tokens),
         "bits_per_byte": nats / (math.log(2) * size),
     }
+
+
+LARGEST_EXPONENT = 600.0
+
+
+def perplexity(nats: float) -> float:
+    """e^nats of mean nats, at most e^600: a larger one, as per word of a text without spaces, may not be finite."""
+    return math.exp(min(nats, LARGEST_EXPONENT))
 
 
 BOOTSTRAP_RESAMPLES = 1000

@@ -23,7 +23,7 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.files import regular_file, write_atomically
 from tost_lm.inference.evaluated import differing
-from tost_lm.inference.generation import LanguageModel
+from tost_lm.inference.generation import LanguageModel, require_finite
 from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.requests import rates
 from tost_lm.inference.text_file import BLOCK_BYTES, TextFile, ids_of
@@ -147,11 +147,13 @@ def score_text(
 
     Raises:
         ConfigError: the text is longer than the model's positions.
+        CheckpointError: a score is not finite.
         DataError: the file changed while it was read.
     """
     ranks = ranks or Ranks()
     with tempfile.TemporaryFile() as ids_file:
-        length = _write_ids(ids_file, ranks.each(ids_of(tokenizer, text.blocks())))
+        progress = lambda blocks: f"{min(blocks * BLOCK_BYTES, text.bytes):,} of {text.bytes:,} bytes tokenized"
+        length = _write_ids(ids_file, ranks.each(ids_of(tokenizer, text.blocks()), progress))
         limit = model.config.position_limit
         if limit is not None and length > limit:
             raise ConfigError(
@@ -163,6 +165,7 @@ def score_text(
             report(at.tokens, length, "")
         stream = TokenStream(model, _ids_from(ids_file, at.tokens), at.state, TILE_TOKENS * ranks.sequence_ranks)
         for nats_T in ranks.each(stream):
+            require_finite(model, nats_T.numpy())
             at = TextPosition(at.tokens + len(nats_T), at.nats + float(nats_T.sum()), stream.state)
             if report:
                 report(at.tokens, length, f"{at.nats / at.tokens:.4f} nats/token")

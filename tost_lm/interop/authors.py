@@ -11,6 +11,7 @@ Their train.py saves ckpt.pt by torch.save, a dictionary of:
     config         settings of the run, not read here
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,7 @@ def _has_extra_dim(name: str) -> bool:
 
 def _number(value: Any) -> float | None:
     is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-    return float(value) if is_number else None
+    return float(value) if is_number and math.isfinite(value) else None
 
 
 FORMAT = ForeignFormat("ckpt.pt of the released code (arXiv 2412.17810)", (), read_authors, lambda source: None)

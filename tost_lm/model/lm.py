@@ -61,7 +61,7 @@ class TostLM(nn.Module):
     def __init__(self, config: ModelConfig, *, head: Callable[[ModelConfig], Head] = Head):
         super().__init__()
         device = torch.get_default_device()
-        self.config = config
+        self.config, self.name = config, "the model"
         learned = config.positions == "learned"
         with torch.device("meta"):
             self.embedding = _embedding(config.vocab_size, config.width)

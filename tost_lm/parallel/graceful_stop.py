@@ -19,8 +19,9 @@ SAME_INTERRUPT_S = 1.0
 """A launcher may repeat a Ctrl-C that its ranks have already received from the terminal."""
 
 
-class StopRequestedError(Exception):
-    """Raised on all ranks between two micro-batches, so that a step, a validation or an evaluation is abandoned."""
+class StopRequestedError(BaseException):
+    """Raised on all ranks between two micro-batches, so that a step, a validation or an evaluation is abandoned. Not an
+    `Exception`, so that no error handler catches it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -133,7 +134,7 @@ _FINISHED, _WORKING, _STOPPING = range(3)
 
 
 class Terminated(BaseException):
-    """SIGTERM was received. Not an `Exception`, so that no error handler catches it."""
+    """SIGTERM was received. Not an `Exception` either."""
 
 
 def terminable(main: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tost_lm.inference.generation import LanguageModel, continuations, greedy
+from tost_lm.inference.generation import LanguageModel, chosen_ids, greedy, require_finite
 from tost_lm.inference.ranks import Ranks
 from tost_lm.model import LMOutput
 from tost_lm.model.streaming import TILE_TOKENS, prefill
@@ -53,10 +53,11 @@ Scorer = Callable[[Sequence[Query], int], Scores]
 
 
 def model_scorer(model: LanguageModel, vocab_size: int, ranks: Ranks | None = None) -> Scorer:
-    """The scorer of a model in evaluation mode. It reads each prompt once, in tiles, and continues from the state.
+    """The scorer of a model in evaluation mode. It reads each prompt once, in tiles, and continues from the state. It
+    raises CheckpointError if a logit is not finite.
 
     Args:
-        vocab_size: ids that the tokenizer has; padding of the vocabulary is never the most likely.
+        vocab_size: as in `chosen_ids`.
         ranks: all of one copy of the model call the scorer; None: only this one.
     """
     each = (ranks or Ranks()).each
@@ -64,7 +65,9 @@ def model_scorer(model: LanguageModel, vocab_size: int, ranks: Ranks | None = No
     @torch.no_grad()
     def score(examples: Sequence[Query], room: int) -> Scores:
         prompts_ST = torch.from_numpy(np.stack([example.prompt for example in examples]))
-        output = prefill(model, each(prompts_ST.split(TILE_TOKENS, 1)))
+        tokens = prompts_ST.shape[1]
+        progress = lambda tiles: f"{min(tiles * TILE_TOKENS, tokens):,} of {tokens:,} tokens of each prompt read"
+        output = prefill(model, each(prompts_ST.split(TILE_TOKENS, 1), progress))
         nats, top_share = zip(
             *(
                 _score_option(model, output, [example.options[i] for example in examples], vocab_size)
@@ -72,8 +75,9 @@ def model_scorer(model: LanguageModel, vocab_size: int, ranks: Ranks | None = No
             ),
             strict=True,
         )
-        steps = list(each(continuations(model, output, room, lambda logits_SV: greedy(logits_SV[:, :vocab_size]))))
-        generated = torch.stack(steps, 1).tolist() if steps else [[]] * len(examples)
+        require_finite(model, np.stack(nats))
+        steps = list(each(chosen_ids(model, output, room, greedy, vocab_size)))
+        generated = [*map(list, zip(*steps, strict=True))] if steps else [[]] * len(examples)
         return Scores(np.stack(nats, 1), np.stack(top_share, 1), generated)
 
     return score

@@ -76,7 +76,7 @@ class TasksInTraining:
         tree = {"tasks": names, "sets": {name: str(path) for name, path in sets.items()}, **settings}
         config = validate(EvalConfig, tree, "evaluation", from_user=True)
         inputs = Inputs(config, tokenizer, lambda: shards, True, str(shards.folder), "evaluation.sets")
-        return cls([_found(task, task.open(inputs, family), model) for family, task in tasks_of(config)])
+        return cls([_found(task, family.open(task, inputs), model) for family, task in tasks_of(config)])
 
     @property
     def facts(self) -> dict[str, str]:

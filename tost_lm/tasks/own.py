@@ -7,9 +7,11 @@
 A Python file is run only if the user names it, as a task: `tost eval RUN mine.py`. It calls `register`.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ from tost_lm.tasks.multiple_choice import MultipleChoice, Question
 from tost_lm.tasks.perplexity import RunningText
 from tost_lm.tasks.registry import FAMILIES
 from tost_lm.tasks.scored import Example, read_json_lines
-from tost_lm.tasks.task import Family
-from tost_lm.user_files import RUNNING, run_user_file
+from tost_lm.tasks.task import Family, Inputs, Measure, Measurement, Place, Row, Task
+from tost_lm.user_files import RUNNING, explained_errors, run_user_file
 
 
 class DocumentsConfig(Section):
@@ -103,18 +105,44 @@ def described(documents: Mapping[str, DocumentsConfig], choices: Mapping[str, Ch
     return found | {name: Family(name, [Choices(name, own)]) for name, own in choices.items()}
 
 
+@dataclass(frozen=True)
+class OwnFamily(Family):
+    """A family that a user's file registers. Each error of its tasks is one line."""
+
+    file: Path = Path()
+
+    def open(self, task: Task, inputs: Inputs) -> Measurement:
+        explained = explained_errors(self.file, str(self.file))
+        found = explained(super().open)(task, inputs)
+
+        def prepare(model: Any) -> Measure:
+            measure = explained(found.prepare)(model)
+
+            def measured(model: Any, ranks: Any, place: Place | None) -> Row:
+                results = measure(model, ranks, place)
+                json.dumps(results if place else task.totals_of(results), allow_nan=False)  # it may not be JSON
+                return results
+
+            return explained(measured)
+
+        return found._replace(prepare=prepare)
+
+
 def register(family: Family) -> None:
     """Make a family known to this process; the file that the user names calls it.
 
     Raises:
-        ConfigError: no such file is being run, or the name of the family is taken.
+        ConfigError: no such file is being run, the name of the family is taken, or a task lacks an attribute.
     """
     if not RUNNING:
         raise ConfigError(f"register({family.name}): its file is not named as a task; run tost eval RUN FILE.py")
     file, sha256 = RUNNING[-1]
     if family.name in FAMILIES and FAMILIES[family.name].sha256 != sha256:
         raise ConfigError(f"{file}: the name {family.name} is taken; choose another one")
-    FAMILIES[family.name] = replace(family, sha256=sha256)
+    for task, name in product(family.tasks, ("name", "about", "headline")):
+        if not hasattr(task, name):
+            raise ConfigError(f"{file}: {type(task).__name__} has no {name}; set it")
+    FAMILIES[family.name] = OwnFamily(**vars(family) | {"sha256": sha256, "file": file})
 
 
 def run_file(path: Path) -> list[str]:

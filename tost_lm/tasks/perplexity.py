@@ -13,7 +13,14 @@ import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
-from tost_lm.inference.requests import Likelihoods, Request, bootstrap_error, disjoint_windows, strided_windows
+from tost_lm.inference.requests import (
+    Likelihoods,
+    Request,
+    bootstrap_error,
+    disjoint_windows,
+    perplexity,
+    strided_windows,
+)
 from tost_lm.tasks.data_sets import CONVERTED, DataSet, HubRows, HubSource, unpacked
 from tost_lm.tasks.scored import (
     GPT2_EOT,
@@ -26,8 +33,6 @@ from tost_lm.tasks.scored import (
     wrong_format,
 )
 from tost_lm.tasks.task import Family, Row, Task
-
-LARGEST_EXPONENT = 700.0
 
 
 class RunningText(ScoredTask):
@@ -71,8 +76,8 @@ def windows_of(windows: Iterable[Request], words: int, text: str) -> list[Exampl
 
 def with_error(name: str, nats: float, error: float | None) -> Row:
     """The perplexity of mean nats and its standard error, from that of the nats to first order, if there is one."""
-    perplexity = math.exp(nats) if nats < LARGEST_EXPONENT else math.inf
-    return {name: perplexity, f"{name}_standard_error": None if error is None else perplexity * error}
+    value = perplexity(nats)
+    return {name: value, f"{name}_standard_error": None if error is None else value * error}
 
 
 class StridedWikitext(RunningText):

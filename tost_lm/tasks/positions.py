@@ -20,7 +20,6 @@ from tost_lm.tasks.task import Family, Inputs, Measure, Measurement, Place, Row,
 
 if TYPE_CHECKING:
     from tost_lm.inference.generation import LanguageModel, ModelFacts
-    from tost_lm.model.streaming import StreamingModel
 
 NAME = "positions"
 
@@ -132,7 +131,7 @@ class Sequences:
         return self._text.read(np.array([number * self.read]), np.array([self.read + 1]), np.int64)
 
 
-def mean_nats(model: "StreamingModel", ids: np.ndarray, ends: Sequence[int], ranks: Ranks | None = None) -> np.ndarray:
+def mean_nats(model: "LanguageModel", ids: np.ndarray, ends: Sequence[int], ranks: Ranks | None = None) -> np.ndarray:
     """Mean nats per token of each position bucket of one sequence, float64 [P]. Memory holds only the model's state.
 
     Args:
@@ -140,21 +139,27 @@ def mean_nats(model: "StreamingModel", ids: np.ndarray, ends: Sequence[int], ran
         ids: [S + 1]; each id but the first is predicted from all before it.
         ends: ends of the buckets, the last one S.
         ranks: all of one copy of the model call it; None: only this one.
+
+    Raises:
+        CheckpointError: a score is not finite.
     """
+    from tost_lm.inference.generation import require_finite
     from tost_lm.model.streaming import TokenStream
 
     nats_P, read = np.zeros(len(ends)), 0
-    for nats_T in (ranks or Ranks()).each(TokenStream(model, ids)):
+    progress = lambda _: f"{read:,} of {ends[-1]:,} tokens of a sequence read"
+    for nats_T in (ranks or Ranks()).each(TokenStream(model, ids), progress):
+        require_finite(model, nats_T.numpy())
         bucket_T = np.searchsorted(ends, np.arange(read, read + len(nats_T)), side="right")
         nats_P += np.bincount(bucket_T, weights=nats_T.numpy(), minlength=len(ends))
         read += len(nats_T)
     return nats_P / np.diff(ends, prepend=0)
 
 
-def mean_nats_of_all(ranks: Ranks, model: "StreamingModel", sequences: Sequences) -> np.ndarray:
+def mean_nats_of_all(ranks: Ranks, model: "LanguageModel", sequences: Sequences) -> np.ndarray:
     """`mean_nats` of all sequences, [N, P], on every rank. The copies of the model share the sequences."""
     results, numbers = {}, range(ranks.copy, sequences.count, ranks.copies)
-    for number in ranks.each(numbers, lambda: f"{len(results):,} of {len(numbers):,} sequences read"):
+    for number in ranks.each(numbers, lambda done: f"{done:,} of {len(numbers):,} sequences read"):
         results[number] = mean_nats(model, sequences.sequence(number), sequences.ends, ranks).tolist()
     ranks.wait_for_copies()
     together = {number: nats for pairs in ranks.gather(list(results.items())) for number, nats in pairs}

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from tost_lm.config import Section
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.errors import CheckpointError, ConfigError, DataError
+from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import write_rows
 from tost_lm.inference.evaluated import describe_published
 from tost_lm.inference.ranks import Ranks
@@ -68,15 +68,12 @@ class LikelihoodTask(Task, ABC):
         examples: Sequence[Example],
         settings: WindowConfig,
     ) -> Row:
-        """The results of examples; also writes their rows if there is a place."""
+        """The results of examples; also writes their rows if there is a place. Raises DataError without examples."""
+        if not examples:
+            raise DataError("the task has no examples; give it a file with some")
         tokens = sum(request.inputs for example in examples for request in example.requests)
         print(f"{self.name}: scoring {len(examples):,} examples, {tokens:,} tokens", flush=True)
         rows = rows_of(ranks, model, self, examples, settings.batch_tokens)
-        if place and not all(np.isfinite(row.get("nats", 0)).all() for row in rows):
-            raise CheckpointError(
-                f"{place.identity['checkpoint']}: its scores are not finite (NaN or infinite); use an earlier "
-                "checkpoint"
-            )
         # One example has no standard error.
         totals = {name: value for name, value in self.totals(rows).items() if value is not None}
         for name, value in totals.items():

@@ -138,6 +138,10 @@ class Family:
     sha256: str = ""
     """Hash of the file of a user that has registered it."""
 
+    def open(self, task: Task, inputs: Inputs) -> Measurement:
+        """`task.open` of one of its tasks."""
+        return task.open(inputs, self)
+
     def settings_in(self, config: Any) -> Any:
         """Its settings in those of an evaluation; those of a user's family are `own.NAME`."""
         if hasattr(config, self.name):
@@ -214,7 +218,7 @@ def _opened(inputs: Inputs, tasks: Sequence[tuple[Family, Task]]) -> list[Measur
     results, problems = [], list[str]()
     for family, task in tasks:
         try:
-            results.append(task.open(inputs, family))
+            results.append(family.open(task, inputs))
         except TostError as error:
             problems += str(error).splitlines()
     if problems:

@@ -1,6 +1,5 @@
 """Results of two tiny models with fixed weights in float64, which change when a protocol or the scorer changes."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -8,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import torch
-from evaluations import scored
+from evaluations import FILES, scored
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -18,24 +17,6 @@ from tost_lm.inference.ranks import Ranks
 from tost_lm.tasks.scored import rows_of
 
 pytestmark = pytest.mark.quick
-
-WIKI = " \n = One = \n \n It was 2 @.@ 5 , he said . \n The end of it , and of all . \n = Two = \n \n More words . \n"
-LAMBADA = ["He saw it, and so it was", "They went on and on until the very end of the road, and back"]
-PTB = " no it was n't <unk> \n the N dogs ' tails \n"
-CBT = (
-    "".join(f"{n} Sentence {n} of a tale .\n" for n in range(1, 21))
-    + "21 Then XXXXX ran .\tdog\t\tdog|a|b|c|d|e|f|g|h|i\n"
-)
-FILES = {"wikitext2": WIKI, "lambada_openai": "".join(json.dumps({"text": text}) + "\n" for text in LAMBADA)}
-FILES |= {"ptb": PTB, "cbt_cn": CBT}
-FILES |= {
-    name: json.dumps(row) + "\n"
-    for name, row in {
-        "hellaswag": {"activity_label": "A", "ctx_a": "b [c]", "ctx_b": "d", "endings": ["e", "f g [h]"], "label": 1},
-        "arc_challenge": {"question": "A?", "choices": {"text": ["b", "cd"], "label": ["A", "B"]}, "answerKey": "B"},
-        "piqa": {"goal": "A", "sol1": "bc", "sol2": "d", "label": 0},
-    }.items()
-}
 
 GOLDEN: dict[str, dict[str, float]] = {
     "wikitext2@hf-stride10": {"tost": 706.8375066548083, "gpt2": 855.6584617734095},

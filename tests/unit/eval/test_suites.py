@@ -4,10 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluations import evaluate
+import torch
+from evaluations import FILES, evaluate
 
+from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import load_config, recipes, validate
 from tost_lm.errors import ConfigError, TostError
+from tost_lm.inference import ranks
+from tost_lm.tasks import answers
+from tost_lm.tasks.registry import FAMILIES
 from tost_lm.tasks.settings import EvalConfig, tasks_of
 
 LAMBADA, PAGES, PIQA = "lambada_openai@lm-eval", "wikitext2@lm-eval", "piqa@lm-eval"
@@ -69,3 +74,58 @@ def test_a_task_that_fails_does_not_stop_the_others(run_folder: Path):
     with pytest.raises(TostError, match=r"^piqa@lm-eval: .*piqa\.jsonl, line 1: goal: field required; give PIQA's"):
         evaluate(run_folder, PIQA, PAGES, sets=files)
     assert [path.name for path in (run_folder / "eval").iterdir() if (path / "results.json").exists()] == [PAGES]
+
+
+def test_weights_that_are_not_finite_fail_every_task(run_folder: Path, tokenizer, make_model, tmp_path: Path):
+    """Of every family and of a user's texts; only the texts of `owt` are ids of another tokenizer."""
+    step = run_folder / "checkpoints/step_00000100"
+    model = make_model(vocab_size=tokenizer.vocab_size, positions="none", tssa={"denom_bias": "head"})
+    model.norm.weight.data[3] = torch.nan
+    write_checkpoint(step, model.config, model.state_dict(), tokenizer)
+    same = {"wikitext103": "wikitext2", "lambada_standard": "lambada_openai", "cbt_ne": "cbt_cn"}
+    texts = FILES | {name: FILES[other] for name, other in same.items()} | {"arc_easy": FILES["arc_challenge"]}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "asked").write_text('{"question": "Which?", "choices": ["a", "b"], "answer": 0}\n')
+    (tmp_path / "text").write_text("some words of a text " * 3)
+    (tmp_path / "book").write_text("Some words of a text. They say little! " * 1000)
+    grid = {"lengths": [4000], "samples": 1, "haystack": str(tmp_path / "book")}
+    names = [task.name.replace("1024", "8") for family in FAMILIES.values() for task in family.tasks]
+    names = [name for name in names if not name.startswith("owt@")]
+    with pytest.raises(TostError) as error:
+        evaluate(
+            run_folder, *names, "own", "asked",
+            sets={name: str(tmp_path / name) for name in texts},
+            zero_shot={"window_tokens": 12},
+            documents={"own": {"file": str(tmp_path / "lambada_openai")}},
+            choices={"asked": {"file": str(tmp_path / "asked")}},
+            needle=grid | {"depths": [0.5], "lengths": [300]},
+            ruler=grid, context=grid | {"shots": [8], "lengths": [100]},
+            text={"file": str(tmp_path / "text")}, positions={"times": 1, "file": str(tmp_path / "text")},
+        )  # fmt: skip
+    problem = f"{step}: its logits are not finite (NaN or infinite); use an earlier checkpoint"
+    expected = [f"{name}: {problem}" for name in [*names, "own@documents", "asked@choices"]]
+    assert str(error.value).splitlines() == expected
+    assert not [path for path in (run_folder / "eval").rglob("*") if path.is_file()]
+
+
+def test_long_texts_have_progress(run_folder: Path, tokenizer, make_model, tmp_path: Path, monkeypatch, capsys):
+    """A line a minute, within a sequence or a prompt too."""
+    model = make_model(vocab_size=tokenizer.vocab_size, positions="none", tssa={"denom_bias": "head"})
+    write_checkpoint(run_folder / "checkpoints/step_00000100", model.config, model.state_dict(), tokenizer)
+    (tmp_path / "text").write_text("Some words of a text. They say little! " * 40)
+    monkeypatch.setattr(ranks, "PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr(answers, "TILE_TOKENS", 200)
+    text = str(tmp_path / "text")
+    (tmp_path / "wiki").write_text(FILES["wikitext2"])
+    evaluate(
+        run_folder, "needle", "positions", "text", PAGES, sets={"wikitext2": str(tmp_path / "wiki")},
+        needle={"depths": [0.5], "lengths": [300], "samples": 1, "haystack": text},
+        positions={"times": 2, "sequences": 1, "file": text}, text={"file": text},
+    )  # fmt: skip
+    output = capsys.readouterr().out
+    for line in (
+        "200 of 294 tokens of each prompt read", "32 of 32 tokens of a sequence read", "1 of 1 sequences read",
+        "1,560 of 1,560 bytes tokenized", "requests scored",
+    ):  # fmt: skip
+        assert f"{line}\n" in output

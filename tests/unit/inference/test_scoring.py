@@ -72,6 +72,7 @@ def test_totals_have_their_denominators():
     assert totals["bits_per_byte"] == pytest.approx(6 / math.log(2) / 12)
     assert totals["bits_per_byte_standard_error"] > 0
     assert Heldout().totals(rows[:1])["bits_per_byte_standard_error"] is None
+    assert math.isfinite(Heldout().totals([rows[0] | {"nats": 1e9}])["perplexity_per_token"])
 
 
 def test_standard_error():

@@ -1,5 +1,6 @@
 """Checkpoints of the released code: equal logits and moments, refused files."""
 
+import math
 import os
 import pickle
 import re
@@ -187,6 +188,14 @@ def test_an_optimizer_that_does_not_fit_is_left_out(tmp_path: Path):
         found = read_authors(tmp_path / "ckpt.pt")
         assert (found.moments, found.updates) == ({}, 0)
         assert found.iterations == 600000
+
+
+@pytest.mark.parametrize("number", [math.nan, torch.tensor(math.inf)])
+def test_numbers_that_are_not_finite_are_none(tmp_path: Path, number: Any):
+    """They would not be JSON in the record of a conversion."""
+    torch.save(their_checkpoint(their_weights()) | {"best_val_loss": number, "iter_num": number}, tmp_path / "ckpt.pt")
+    found = read_authors(tmp_path / "ckpt.pt")
+    assert (found.best_nats, found.iterations) == (None, 0)
 
 
 def test_causal_masks_of_old_versions_are_ignored(tmp_path: Path):

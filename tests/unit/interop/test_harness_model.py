@@ -84,6 +84,9 @@ def test_scores_that_are_not_finite_are_refused(make_export: Callable[..., Path]
     harness = HarnessModel(str(tmp_path / "broken"))
     with pytest.raises(CheckpointError, match=r"broken: its logits are not finite .*; use an earlier checkpoint"):
         harness.loglikelihood([Instance("loglikelihood", {}, ("No", "."), 0)], disable_tqdm=True)
+    options = {"until": ["."], "max_gen_toks": 3, "do_sample": False}
+    with pytest.raises(CheckpointError, match=r"broken: its logits are not finite"):
+        harness.generate_until([Instance("generate_until", {}, ("No", options), 0)], disable_tqdm=True)
 
 
 def native(folder: Path, task_name: str, path: Path, tokenizer: Tokenizer) -> dict:

@@ -94,6 +94,7 @@ def test_events_have_reasons_and_samples(run_folder):
         ("evaluations", {"headline": "recall"}, "Value error, recall is missing or not a number"),
         ("metrics", {"step": "3"}, "step: Input should be a valid integer"),
         ("metrics", {"lr": "high"}, "lr: Input should be a valid number"),
+        ("metrics", {"lr": float("nan")}, "lr: Input should be a finite number"),
         ("validation", {"loss_by_position": {}}, "loss_by_position: Input should be a valid list"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from evaluations import RETRIEVAL
 
 from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.errors import CheckpointError
 from tost_lm.tasks import answers
 from tost_lm.tasks.answers import Scorer, Scores, model_scorer, score_cell
 from tost_lm.tasks.haystacks import listed
@@ -173,6 +174,19 @@ def test_texts_are_made_in_batches(make_task, tokenizer, monkeypatch):
     assert read == [3, 3, 3, 3, 1, 1]
     assert scores == score_cell(task, copier(tokenizer), 150, 0.5, 7)[0]
     assert [row["sample"] for row in rows] == [*range(7), *range(7)]
+
+
+def test_a_generated_text_without_finite_logits_is_an_error(make_task, make_model, tokenizer):
+    """Only the embedding of the first generated id is damaged, which no prompt and no answer has."""
+    task = make_task("niah_single_1@own-words")
+    length = task.needed(1) + 20
+    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=length, tied_head=False)
+    scorer, example = model_scorer(model, tokenizer.vocab_size), task.query(length, None, 0)[0]
+    first = scorer([example], task.room).generated[0][0]
+    assert first not in {*example.prompt, *example.options[0]}
+    model.embedding.weight.data[first] = torch.nan
+    with pytest.raises(CheckpointError, match="the model: its logits are not finite"):
+        scorer([example], task.room)
 
 
 @torch.inference_mode()
