@@ -183,7 +183,7 @@ def test_no_such_folder_and_no_such_package_are_one_line(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("s3://key:planted@bucket/x", "data.folder: credentials in a URL: s3://[redacted]@bucket/x; remove them"),
+        ("s3://key:planted@bucket/x", "data.folder: credentials in a URL: s3://[redacted]; remove them"),
         ("https://host/x", "data.folder: such URLs are not supported: https://host/x; give"),
     ],
 )
