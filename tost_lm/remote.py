@@ -285,8 +285,8 @@ def blocks_folder() -> str:
 def read_block(block: RemoteBlock, start: int, stop: int) -> bytes:
     """The bytes [start, stop) of a block, which is fetched if it is not in the cache. Raises as `fetch_blocks`."""
     data = b""
-    with suppress(FileNotFoundError):
-        file = os.open(block.cached, os.O_RDONLY)
+    with suppress(OSError):  # there is none, or what is there is no file
+        file = os.open(block.cached, os.O_RDONLY | os.O_NONBLOCK)
         try:
             data = os.pread(file, stop - start, start)
         finally:
@@ -347,13 +347,20 @@ def _keep_block(block: RemoteBlock, data: bytes) -> None:
                 excess -= size
     except OSError as error:
         raise StorageError(
-            f"{block.cached}: cannot be written: {error.strerror}; set TOST_CACHE to a folder with free space"
+            f"{block.cached}: cannot be written: {error.strerror}; clear the cache, or set TOST_CACHE to a folder with "
+            "free space"
         ) from None
 
 
 def cache_folder() -> Path:
-    """The folder of the cache."""
-    return Path(os.environ.get("TOST_CACHE") or Path.home() / ".cache" / "tost_lm")
+    """The folder of the cache. Raises StorageError if no variable and no home folder says where it is."""
+    try:
+        return Path(os.environ.get("TOST_CACHE") or Path.home() / ".cache" / "tost_lm")
+    except RuntimeError:
+        raise StorageError(
+            "the cache has no folder: HOME is not set, and this user has no home; set TOST_CACHE to a folder on a "
+            "local disk"
+        ) from None
 
 
 @contextmanager

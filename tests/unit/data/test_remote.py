@@ -170,6 +170,27 @@ def test_a_damaged_block_of_the_cache_is_fetched_again(local: Path, url: RemoteP
         assert np.array_equal(one[:], other[:])
 
 
+def test_a_cached_block_that_is_no_file(url: RemotePath, cache: Path):
+    Shards.open(url).verify("train")
+    first, second, *_ = blocks(cache)
+    first.unlink()
+    os.mkfifo(first)
+    Shards.open(url).verify("train")
+    assert first.is_file()
+    second.unlink()
+    second.mkdir()
+    with pytest.raises(StorageError, match=rf"^{second}: cannot be written: Is a directory; clear the cache, or set"):
+        Shards.open(url).verify("train")
+
+
+def test_a_cache_without_a_home_is_one_line(url: RemotePath, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TOST_CACHE")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # nobody in /etc/passwd
+    with pytest.raises(StorageError, match=r"^the cache has no folder: HOME is not set, .*; set TOST_CACHE to a "):
+        Shards.open(url)
+
+
 def test_no_such_folder_and_no_such_package_are_one_line(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(StorageError, match=r"^memory://nowhere: no such file or folder; correct the URL$"):
         Shards.open(as_path("memory://nowhere"))
