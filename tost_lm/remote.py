@@ -231,22 +231,35 @@ def upload_folder(folder: Path, url: Path, last: str) -> None:
         StorageError: as `list_files`.
     """
     with _explained(url):
-        files = sorted(file.name for file in folder.iterdir())
+        names = sorted(file.name for file in folder.iterdir())
+        remove_file(url / last)
         system, root = _open_system(url)
-        if system.exists(f"{root}/{last}"):
-            system.rm_file(f"{root}/{last}")
-        for name in sorted(files, key=lambda name: name == last):
+        for name in sorted(names, key=lambda name: name == last):
             system.put_file(str(folder / name), f"{root}/{name}")
 
 
-def same_bytes(path: Path, url: Path) -> bool:
-    """Whether a local file and the one at a URL, if there is any, have the same bytes. Raises StorageError."""
+def read_file(url: Path) -> bytes | None:
+    """The bytes of a file; None: there is none. Raises StorageError."""
     with _explained(url):
-        system, target = _open_system(url)
+        system, path = _open_system(url)
         try:
-            return system.cat_file(target) == path.read_bytes()
+            return system.cat_file(path)
         except FileNotFoundError:
-            return False
+            return None
+
+
+def write_file(url: Path, data: bytes) -> None:
+    """Write a file. Raises StorageError."""
+    with _explained(url):
+        system, path = _open_system(url)
+        system.pipe_file(path, data)
+
+
+def remove_file(url: Path) -> None:
+    """Remove a file, if there is one. Raises StorageError."""
+    with _explained(url), suppress(FileNotFoundError):
+        system, path = _open_system(url)
+        system.rm_file(path)
 
 
 def remove_folder(url: Path, first: str) -> None:

@@ -15,6 +15,8 @@ processes; ranks of torchrun exit with 76, and the same command goes on.
 
 import os
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -27,7 +29,9 @@ from tost_lm.pretrain.loggers import loggers_in_use
 from tost_lm.pretrain.settings import PretrainConfig
 
 if TYPE_CHECKING:
+    from tost_lm.checkpointing.uploads import Uploads
     from tost_lm.data.loader import Corpora
+    from tost_lm.parallel.graceful_stop import GracefulStop
     from tost_lm.pretrain.start import StartPoint
     from tost_lm.tasks.in_training import TasksInTraining
 
@@ -47,13 +51,28 @@ def main(path: Path, config: PretrainConfig) -> None:
 
     graceful_stop = GracefulStop(config.run.max_minutes)
     graceful_stop.install_handlers()
-    from tost_lm.checkpointing.uploads import Uploads, fetch_newest
+    from tost_lm.checkpointing.uploads import open_uploads
     from tost_lm.pretrain.folder import NEXT_STAGE
-    from tost_lm.pretrain.start import find_start  # imports torch, which takes seconds
+
+    upload, is_first = config.upload_folder, os.environ.get("RANK", "0") == "0"
+    with open_uploads(upload, config.run_folder) if upload and is_first else nullcontext() as uploads:
+        reason = _train(config, graceful_stop, uploads, print if is_first else lambda line: None)
+    if reason == NEXT_STAGE:
+        end_for_next_stage("train")
+    if reason:
+        sys.exit(EXIT_STOPPED)
+
+
+def _train(
+    config: PretrainConfig, graceful_stop: "GracefulStop", uploads: "Uploads | None", log: Callable[[str], None]
+) -> str:
+    """Train the stage that the run is in. Returns why it ended, as `tost_lm.pretrain.train.train`."""
+    from tost_lm.checkpointing.uploads import fetch_newest
+    from tost_lm.pretrain.start import find_start, require_same_run  # imports torch, which takes seconds
     from tost_lm.pretrain.step import check_vocabulary
 
-    log = print if os.environ.get("RANK", "0") == "0" else lambda line: None
     if upload := config.upload_folder:
+        require_same_run(upload, config.run_folder)
         fetch_newest(upload, config.run_folder, config.train.rewind, log)
     start = find_start(config, log)
     if _is_done(start):  # no engine will read and hash the shards
@@ -63,12 +82,11 @@ def main(path: Path, config: PretrainConfig) -> None:
         progress = Progress.read(start.resume_from)
         progress.require_finite_validation(stage.train.steps, stage.run_folder)
         early = ": validation.stop_after has ended the run" if stage.stops_early(progress) else ""
-        if upload and os.environ.get("RANK", "0") == "0":
-            uploads = Uploads(upload, stage.checkpoint)  # those of a launch that was killed meanwhile
-            uploads.start(start.resume_from)
+        if uploads:
+            uploads.start(start.resume_from, stage.checkpoint)  # those of a launch that was killed meanwhile
             uploads.finish()
         log(f"reusing {start.resume_from}: nothing is left to train up to step {stage.last_step}{early}")
-        return
+        return ""
     if start.weights_from:
         stage = stage.with_context_of(read_model_config(start.weights_from))
         start = start._replace(stage=start.stage._replace(config=stage))
@@ -76,11 +94,7 @@ def main(path: Path, config: PretrainConfig) -> None:
     evaluation = find_evaluation(stage, start.corpora)
     from tost_lm.pretrain.train import train
 
-    reason = train(config, start, graceful_stop, evaluation)
-    if reason == NEXT_STAGE:
-        end_for_next_stage("train")
-    if reason:
-        sys.exit(EXIT_STOPPED)
+    return train(config, start, graceful_stop, evaluation, uploads)
 
 
 def _is_done(start: "StartPoint") -> bool:
