@@ -264,18 +264,22 @@ def remove_file(url: Path) -> None:
 
 def remove_folder(url: Path, first: str) -> None:
     """Remove a folder, its file `first` before the others. Raises StorageError."""
-    with _explained(url):
+    files = list_files(url, deep=True)
+    for name in sorted(files, key=lambda name: name != first):
+        remove_file(files[name].url)
+    with _explained(url), suppress(OSError):  # only local disks and tests have empty folders
         system, root = _open_system(url)
-        for path in (f"{root}/{first}", root):
-            with suppress(FileNotFoundError):
-                system.rm(path, recursive=True)
+        system.rmdir(root)
 
 
 def move_folder(url: Path, target: Path, first: str) -> None:
-    """Copy a folder within a storage, then remove it as `remove_folder`. Raises StorageError."""
+    """Copy a folder within a storage, its file `first` after the others, then remove it as `remove_folder`. Raises
+    StorageError."""
+    files = list_files(url, deep=True)
     with _explained(url):
-        system, root = _open_system(url)
-        system.copy(root, _open_system(target)[1], recursive=True)
+        system, root = _open_system(target)
+        for name in sorted(files, key=lambda name: name == first):
+            system.cp_file(_open_system(files[name].url)[1], f"{root}/{name}")
     remove_folder(url, first)
 
 
@@ -422,11 +426,18 @@ def _make_room(needed: int) -> None:
 
 
 def _open_system(url: Path) -> tuple[Any, str]:
-    """The file system of a URL, of this process, and the path there."""
-    from fsspec.core import url_to_fs
+    """The file system of a URL, of this process, and the path there.
 
+    The path is literal: fsspec's `rm`, `copy`, `get` and `put` of one path would expand `*`, `?` and `[` in it, and
+    `url_to_fs` would split it at `::`.
+    """
+    from fsspec import filesystem
+
+    if "?versionId=" in str(url):
+        raise StorageError(f"{url}: versions of objects are not supported; remove ?versionId= and what follows")
     options = {"auto_mkdir": True} if url.parts[0] == "file:" else {}
-    return url_to_fs(str(url), use_listings_cache=False, **options)
+    system = filesystem(url.parts[0].rstrip(":"), use_listings_cache=False, **options)
+    return system, system._strip_protocol(str(url))
 
 
 @contextmanager

@@ -25,11 +25,22 @@ from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
 from tost_lm.data.prefetch import micro_batches, prefetched
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import count_rows, fingerprint
+from tost_lm.data.sources.files import corpus_files
 from tost_lm.data.stages import Packing
 from tost_lm.data_prep.build import build_shards
 from tost_lm.errors import ConfigError, DataError, StorageError
 from tost_lm.pretrain.sections import TrainingDataConfig
-from tost_lm.remote import RemotePath, as_path, fetch_folder, glob_files, list_files, local_copy, upload_folder
+from tost_lm.remote import (
+    RemotePath,
+    as_path,
+    fetch_folder,
+    glob_files,
+    list_files,
+    local_copy,
+    move_folder,
+    remove_folder,
+    upload_folder,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -194,6 +205,8 @@ def test_a_cache_without_a_home_is_one_line(url: RemotePath, monkeypatch: pytest
 def test_no_such_folder_and_no_such_package_are_one_line(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(StorageError, match=r"^memory://nowhere: no such file or folder; correct the URL$"):
         Shards.open(as_path("memory://nowhere"))
+    with pytest.raises(StorageError, match=r"^s3://bucket/x\?versionId=1: versions of objects are not supported; rem"):
+        list_files(as_url("s3://bucket/x?versionId=1"))  # s3fs would read, write and remove s3://bucket/x
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(
         StorageError, match=r"^s3://bucket/x: the package s3fs is not installed; run pip install '\.\[rem"
@@ -262,6 +275,35 @@ def test_a_copy_that_has_changed_is_fetched_again(memory: Any, cache: Path):
         change(local_copy(url))
         copy = local_copy(url)
         assert {path.name: path.read_bytes() for path in copy.iterdir()} == expected
+
+
+@pytest.mark.parametrize("name", ["exp[1]", "exp*", "ex?1", "exp[!2]", "exp::memory", "e%78p1"])
+@pytest.mark.parametrize("storage", ["memory://bucket", "file://"])
+def test_paths_are_literal(storage: str, name: str, tmp_path: Path, memory: Any):
+    """fsspec expands `*`, `?` and `[` of most paths, and chains file systems at `::`."""
+    bucket, given = storage + ("" if storage.startswith("memory") else str(tmp_path)), tmp_path / "given"
+    given.mkdir()
+    for file in ("a.txt", "manifest.json"):
+        (given / file).write_text(file)
+    url, other = (as_url(f"{bucket}/{folder}") for folder in (name, "exp1"))
+    upload_folder(given, other, "manifest.json")
+    others = list_files(other)
+    with pytest.raises(StorageError, match="no such file"):
+        local_copy(url)
+    for _ in range(2):
+        upload_folder(given, url, "manifest.json")
+    assert [*list_files(url)] == sorted(path.name for path in local_copy(url).iterdir()) == ["a.txt", "manifest.json"]
+    assert local_copy(url / "a.txt").read_text() == "a.txt"
+    assert {file.path.parent for file in corpus_files(str(url))} == {url}
+    moved = as_url(f"{bucket}/moved/{name}")
+    move_folder(url, moved, "manifest.json")
+    assert [*list_files(moved)] == ["a.txt", "manifest.json"]
+    assert not list_files(url)
+    fetch_folder(moved, tmp_path / "back" / name)
+    remove_folder(moved, "manifest.json")
+    assert not list_files(moved)
+    assert not (tmp_path / "moved" / name).exists()
+    assert list_files(other) == others
 
 
 def test_copies_that_are_not_in_use_make_room(memory: Any, cache: Path, monkeypatch: pytest.MonkeyPatch):
