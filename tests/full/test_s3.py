@@ -158,6 +158,7 @@ def test_a_run_that_is_killed_ten_times_is_that_of_local_files(
     assert weights(workplace, "tiny") == weights(workplace, "local")
     assert steps(bucket) == sorted(path.name for path in (workplace / "runs/tiny/checkpoints").iterdir())
     assert network.drops > 0
+    assert "to see whether its last launch still runs" not in said  # known at once on the same computer
     files = [path for path in workplace.rglob("*") if path.is_file()]
     assert {"env.json", "log.txt", "README.md"} <= {path.name for path in files}
     texts = [said.encode(), *(path.read_bytes() for path in files), *bucket.cat(bucket.find("bucket/runs")).values()]

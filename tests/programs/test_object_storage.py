@@ -114,6 +114,7 @@ def test_a_second_launch_with_the_url_is_refused(workplace: Path, storage: str):
     newest = max(steps(uploaded))
     said = train(workplace, *words[1:], "run.folder=others", f"run.stop_at_step={int(newest[5:]) + 4}")
     assert "resuming from others/tiny/checkpoints/step_" in said  # perhaps it was killed in an upload
+    assert "to see whether its last launch still runs" not in said
     newest = max(steps(uploaded))
     one, other = (folder / "checkpoints" / newest for folder in (uploaded, workplace / "others/tiny"))
     assert snapshot(one) == snapshot(other)
