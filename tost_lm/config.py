@@ -27,8 +27,8 @@ from pydantic_core import PydanticCustomError, PydanticUndefined
 from tost_lm.errors import ConfigError, TostError, did_you_mean, printable
 from tost_lm.files import regular_file
 from tost_lm.lifetime import end_with_output
-from tost_lm.redaction import redact_text
-from tost_lm.remote import PACKAGES, as_path
+from tost_lm.redaction import MARK, has_credentials, redact_urls
+from tost_lm.remote import PACKAGES, RemotePath, as_path
 
 RECIPES = Path(__file__).parent / "recipes"
 COMMAND_LINE = "command line"
@@ -77,16 +77,18 @@ def path_or_url(name: str, path: str | Path, *, takes_urls: bool = True) -> Path
 
 
 def _problem_of_url(path: str | Path, *, takes_urls: bool) -> str | None:
-    slashes = "/" if isinstance(path, Path) else "//"  # Path makes one slash of two
-    url = re.match(rf"([A-Za-z][A-Za-z0-9+.-]*):/?{slashes}(.*)", str(path))
+    slashes = "/{1,2}" if isinstance(path, Path) else "//"  # Path makes one slash of two
+    text = str(found if isinstance(found := as_path(path), RemotePath) else path)
+    url = re.match(rf"([A-Za-z][A-Za-z0-9+.-]*):{slashes}(.*)", text, re.DOTALL)
     if url is None:
         return None
-    shown = redact_text(f"{url[1]}://{url[2]}")
+    is_secret = has_credentials(url[2])
+    shown = f"{url[1]}://{MARK if is_secret else url[2]}"
     if not takes_urls:
         return f"URLs are not supported: {shown}; give the path of a local copy or of a mount"
     if url[1] not in PACKAGES:
         return f"such URLs are not supported: {shown}; give the path of a local copy or a URL of {', '.join(PACKAGES)}"
-    if "@" in url[2].partition("/")[0]:
+    if is_secret:
         return f"credentials in a URL: {shown}; remove them, and set them as the storage's own tools read them"
     return None
 
@@ -547,7 +549,8 @@ def _exit_with_lines(error: TostError) -> NoReturn:
         time.sleep(ALONE_S)
     if error.printed_here is not False:
         for line in str(error).splitlines():
-            print(f"error: {f'rank {rank}: ' if alone else ''}{printable(line)}", file=sys.stderr, flush=True)
+            shown = printable(redact_urls(line))
+            print(f"error: {f'rank {rank}: ' if alone else ''}{shown}", file=sys.stderr, flush=True)
     sys.exit(EXIT_INTERRUPTED if error.interrupted else EXIT_BAD_INPUT)
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TextIO
 import xxhash
 
 from tost_lm.errors import StorageError, TostError, first_line, install_hint
-from tost_lm.files import open_lock, publish_folder, regular_file, sha256_bytes
+from tost_lm.files import open_lock, publish_folder, regular_file, sha256_bytes, write_atomically, xxh3_file
 from tost_lm.redaction import redact_text
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "file": "fsspec", "memory": "fsspec"}
@@ -133,7 +133,8 @@ def open_file(path: Path) -> io.RawIOBase:
 def local_copy(
     path: Path, verify: Callable[[Path], object] = lambda copy: None, wanted: Callable[[str], bool] = lambda name: True
 ) -> Path:
-    """A local path itself; of a URL, a copy of the file or folder in the cache, which stays while this process runs.
+    """A local path itself; of a URL, a copy of the file or folder in the cache, which stays while this process runs. An
+    earlier copy that has changed since is fetched again.
 
     Args:
         verify: raises TostError if a new copy is damaged.
@@ -149,14 +150,28 @@ def local_copy(
     folder = path.parent if is_file else path
     identity = sha256_bytes(json.dumps([[str(file.url), *file[1:]] for file in files.values()]).encode())[:32]
     home = cache_folder() / "copies" / identity
-    copy = home / (folder.name or "files")
+    copy, hashes = home / (folder.name or "files"), home / ".xxh3.json"
+
+    def keep(new: Path) -> None:
+        verify(new)
+        write_atomically(hashes, json.dumps(_hashes(new)))
+
+    def is_intact(copy: Path) -> bool:
+        with suppress(OSError, ValueError):
+            return json.loads(hashes.read_bytes()) == _hashes(copy)
+        return False
+
     _hold(home)
-    if not copy.exists():
+    if not is_intact(copy):
         kept = {name: file for name, file in files.items() if wanted(name)}
         _make_room(sum(file.size for file in kept.values()))
-        fetch_folder(folder, copy, verify, files=kept)
+        fetch_folder(folder, copy, keep, files=kept, is_there=is_intact)
     os.utime(home)
     return copy / path.name if is_file else copy
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return {path.name: xxh3_file(path) for path in folder.iterdir()}
 
 
 def fetch_folder(
@@ -216,38 +231,55 @@ def upload_folder(folder: Path, url: Path, last: str) -> None:
         StorageError: as `list_files`.
     """
     with _explained(url):
-        files = sorted(file.name for file in folder.iterdir())
+        names = sorted(file.name for file in folder.iterdir())
+        remove_file(url / last)
         system, root = _open_system(url)
-        if system.exists(f"{root}/{last}"):
-            system.rm_file(f"{root}/{last}")
-        for name in sorted(files, key=lambda name: name == last):
+        for name in sorted(names, key=lambda name: name == last):
             system.put_file(str(folder / name), f"{root}/{name}")
 
 
-def same_bytes(path: Path, url: Path) -> bool:
-    """Whether a local file and the one at a URL, if there is any, have the same bytes. Raises StorageError."""
+def read_file(url: Path) -> bytes | None:
+    """The bytes of a file; None: there is none. Raises StorageError."""
     with _explained(url):
-        system, target = _open_system(url)
+        system, path = _open_system(url)
         try:
-            return system.cat_file(target) == path.read_bytes()
+            return system.cat_file(path)
         except FileNotFoundError:
-            return False
+            return None
+
+
+def write_file(url: Path, data: bytes) -> None:
+    """Write a file. Raises StorageError."""
+    with _explained(url):
+        system, path = _open_system(url)
+        system.pipe_file(path, data)
+
+
+def remove_file(url: Path) -> None:
+    """Remove a file, if there is one. Raises StorageError."""
+    with _explained(url), suppress(FileNotFoundError):
+        system, path = _open_system(url)
+        system.rm_file(path)
 
 
 def remove_folder(url: Path, first: str) -> None:
     """Remove a folder, its file `first` before the others. Raises StorageError."""
-    with _explained(url):
+    files = list_files(url, deep=True)
+    for name in sorted(files, key=lambda name: name != first):
+        remove_file(files[name].url)
+    with _explained(url), suppress(OSError):  # only local disks and tests have empty folders
         system, root = _open_system(url)
-        for path in (f"{root}/{first}", root):
-            with suppress(FileNotFoundError):
-                system.rm(path, recursive=True)
+        system.rmdir(root)
 
 
 def move_folder(url: Path, target: Path, first: str) -> None:
-    """Copy a folder within a storage, then remove it as `remove_folder`. Raises StorageError."""
+    """Copy a folder within a storage, its file `first` after the others, then remove it as `remove_folder`. Raises
+    StorageError."""
+    files = list_files(url, deep=True)
     with _explained(url):
-        system, root = _open_system(url)
-        system.copy(root, _open_system(target)[1], recursive=True)
+        system, root = _open_system(target)
+        for name in sorted(files, key=lambda name: name == first):
+            system.cp_file(_open_system(files[name].url)[1], f"{root}/{name}")
     remove_folder(url, first)
 
 
@@ -270,8 +302,8 @@ def blocks_folder() -> str:
 def read_block(block: RemoteBlock, start: int, stop: int) -> bytes:
     """The bytes [start, stop) of a block, which is fetched if it is not in the cache. Raises as `fetch_blocks`."""
     data = b""
-    with suppress(FileNotFoundError):
-        file = os.open(block.cached, os.O_RDONLY)
+    with suppress(OSError):  # there is none, or what is there is no file
+        file = os.open(block.cached, os.O_RDONLY | os.O_NONBLOCK)
         try:
             data = os.pread(file, stop - start, start)
         finally:
@@ -332,13 +364,20 @@ def _keep_block(block: RemoteBlock, data: bytes) -> None:
                 excess -= size
     except OSError as error:
         raise StorageError(
-            f"{block.cached}: cannot be written: {error.strerror}; set TOST_CACHE to a folder with free space"
+            f"{block.cached}: cannot be written: {error.strerror}; clear the cache, or set TOST_CACHE to a folder with "
+            "free space"
         ) from None
 
 
 def cache_folder() -> Path:
-    """The folder of the cache."""
-    return Path(os.environ.get("TOST_CACHE") or Path.home() / ".cache" / "tost_lm")
+    """The folder of the cache. Raises StorageError if no variable and no home folder says where it is."""
+    try:
+        return Path(os.environ.get("TOST_CACHE") or Path.home() / ".cache" / "tost_lm")
+    except RuntimeError:
+        raise StorageError(
+            "the cache has no folder: HOME is not set, and this user has no home; set TOST_CACHE to a folder on a "
+            "local disk"
+        ) from None
 
 
 @contextmanager
@@ -387,11 +426,18 @@ def _make_room(needed: int) -> None:
 
 
 def _open_system(url: Path) -> tuple[Any, str]:
-    """The file system of a URL, of this process, and the path there."""
-    from fsspec.core import url_to_fs
+    """The file system of a URL, of this process, and the path there.
 
+    The path is literal: fsspec's `rm`, `copy`, `get` and `put` of one path would expand `*`, `?` and `[` in it, and
+    `url_to_fs` would split it at `::`.
+    """
+    from fsspec import filesystem
+
+    if "?versionId=" in str(url):
+        raise StorageError(f"{url}: versions of objects are not supported; remove ?versionId= and what follows")
     options = {"auto_mkdir": True} if url.parts[0] == "file:" else {}
-    return url_to_fs(str(url), use_listings_cache=False, **options)
+    system = filesystem(url.parts[0].rstrip(":"), use_listings_cache=False, **options)
+    return system, system._strip_protocol(str(url))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import shutil
 import signal
 import socket
@@ -14,7 +15,7 @@ import pytest
 from launches import launch, train
 from test_stopped_runs import assert_same_run, saved_steps
 
-from tost_lm.checkpointing import run_lock
+from tost_lm.checkpointing import owner, run_lock
 
 RecordFault = Callable[[str, int, str], None]
 ENDLESS = "train.steps=100000"
@@ -70,7 +71,7 @@ def without_locks(stale_s: float, rank: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     fcntl.lockf = fail
-    run_lock.BEAT_S, run_lock.STALE_S = 0.2, stale_s
+    run_lock.SETTLE_S, owner.BEAT_S, owner.STALE_S = 0.2, 0.2, stale_s
 
 
 @pytest.mark.slow
@@ -89,7 +90,7 @@ def test_without_locks_an_owner_file_protects_the_run_folder(
         with launch(workplace / "second", 1, ENDLESS, inject=no_locks) as second:
             assert second.wait() == [2], second.output()
             (line,) = second.errors()
-            assert f"runs/tiny: another launch is using it (host {socket.gethostname()}, pid {first.pids[0]})" in line
+            assert f"runs/tiny: another launch is using it (host {socket.gethostname()}, pid {first.pids[0]}, " in line
         before = first.step()
         first.until(lambda: first.step() > before)
         first.send(signal.SIGTERM)
@@ -110,13 +111,14 @@ def test_without_locks_an_owner_file_protects_the_run_folder(
 def test_a_launch_whose_owner_file_was_taken_over_saves_nothing_more(workplace: Path):
     with launch(workplace, 2, ENDLESS, inject=partial(without_locks, 120.0)) as running:
         running.until(lambda: running.step() > 3)
-        (workplace / "runs/.tiny.owner").write_text("host other, pid 7, launch 0, heartbeat 1")
+        record = {"owner": "host other, pid 7", "process": [], "launch": "0"}
+        (workplace / "runs/.tiny.owner").write_text(json.dumps(record))
         at = running.step()
         assert set(running.wait()) == {2}, running.output()
         (line,) = running.errors()
         assert line.startswith("runs/tiny: another launch has taken it over (host other, pid 7)")
     assert max(saved_steps(workplace / "runs/tiny"), default=0) <= at + 10
-    assert (workplace / "runs/.tiny.owner").read_text().startswith("host other")
+    assert json.loads((workplace / "runs/.tiny.owner").read_text()) == record
 
 
 @pytest.mark.slow

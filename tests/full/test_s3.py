@@ -112,9 +112,9 @@ def workplace(prepared: Path, tmp_path: Path) -> Path:
 WORDS = ("run.toml", "data.folder=s3://bucket/shards", "checkpoint.upload=s3://bucket/runs")
 
 
-def steps(bucket: Any) -> list[str]:
+def steps(bucket: Any, runs: str = "runs") -> list[str]:
     with suppress(FileNotFoundError):
-        found = bucket.find("bucket/runs/tiny/checkpoints")
+        found = bucket.find(f"bucket/{runs}/tiny/checkpoints")
         return sorted(name.split("/")[-2] for name in found if name.endswith("manifest.json"))
     return []
 
@@ -158,6 +158,7 @@ def test_a_run_that_is_killed_ten_times_is_that_of_local_files(
     assert weights(workplace, "tiny") == weights(workplace, "local")
     assert steps(bucket) == sorted(path.name for path in (workplace / "runs/tiny/checkpoints").iterdir())
     assert network.drops > 0
+    assert "to see whether its last launch still runs" not in said  # known at once on the same computer
     files = [path for path in workplace.rglob("*") if path.is_file()]
     assert {"env.json", "log.txt", "README.md"} <= {path.name for path in files}
     texts = [said.encode(), *(path.read_bytes() for path in files), *bucket.cat(bucket.find("bucket/runs")).values()]
@@ -178,12 +179,53 @@ def test_a_wrong_object_and_a_lost_storage_are_one_line(
     run("tost train", *WORDS, "run.stop_at_step=8", cwd=workplace, **environment)
     for changed in ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}, {"AWS_ENDPOINT_URL": network.url + "0"}):
         refused = refusal("tost train", *WORDS, cwd=workplace, **{**environment, **changed})
-        assert refused.startswith("s3://bucket/runs/tiny/checkpoints: ")
+        assert refused.startswith("s3://bucket/runs/tiny/owner.json: ")
         assert refused.count("\n") == 0
         assert SECRET not in refused
     words = ("run.toml", "run.name=other", "data.folder=s3://nowhere/shards")
     refused = refusal("tost train", *words, cwd=workplace, **environment)
     assert refused == "s3://nowhere/shards: no such file or folder; correct the URL"
+
+
+def test_a_second_launch_with_the_url_is_refused(workplace: Path, bucket: Any, environment: dict[str, Any]):
+    words = (*WORDS, "train.steps=100000", "optim.schedule=constant")
+    first = Forked("tost train", *words, cwd=workplace, **environment)
+    until(lambda: bool(steps(bucket)), first)
+    refused = refusal("tost train", *words, "run.folder=others", cwd=workplace, **environment)
+    assert refused.startswith("s3://bucket/runs/tiny: another launch is using it (host ")
+    assert f"run folder {workplace}/runs/tiny); wait for it" in refused
+    first.send_signal(signal.SIGTERM)
+    assert first.finish()[0] == 75
+    assert not bucket.exists("bucket/runs/tiny/owner.json")
+    both = [
+        Forked("tost train", *WORDS, "run.name=both", f"run.folder={folder}", cwd=workplace, **environment)
+        for folder in ("one", "two")
+    ]
+    ends = [program.finish() for program in both]
+    assert sorted(code for code, *_ in ends) == [0, 2], ends
+    (winner,) = (folder for folder, (code, *_) in zip(("one", "two"), ends, strict=True) if code == 0)
+    for path in (workplace / winner / "both/checkpoints").glob("*/*"):
+        assert bucket.cat_file(f"bucket/runs/both/checkpoints/{path.parent.name}/{path.name}") == path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["runs[1]", "runs*", "run?1"])
+def test_wildcards_in_names_are_literal(workplace: Path, bucket: Any, environment: dict[str, Any], name: str):
+    for step in range(4, 13, 4):
+        bucket.pipe_file(f"bucket/runs1/tiny/checkpoints/step_{step:08d}/manifest.json", b"of another run")
+    others = bucket.find("bucket/runs1")
+    words = ("run.toml", f"checkpoint.upload=s3://bucket/{name}", "checkpoint.keep_latest_k=2")
+    run("tost train", *words, "train.steps=12", "run.stop_at_step=10", cwd=workplace, **environment)
+    assert steps(bucket, name) == ["step_00000008", "step_00000010"]
+    shutil.rmtree(workplace / "runs/tiny")
+    rewind = ("train.steps=12", "train.rewind=8", "run.stop_at_step=12")
+    said = run("tost train", *words, *rewind, cwd=workplace, **environment)
+    assert f"fetching s3://bucket/{name}/tiny/checkpoints/step_00000010" in said
+    assert steps(bucket, name) == ["step_00000008", "step_00000012"]
+    assert [path.split("/")[-2] for path in bucket.find(f"bucket/{name}/tiny/rewound") if "manifest" in path] == [
+        "step_00000010"
+    ]
+    run("tost generate", f"s3://bucket/{name}/tiny", "x = ", "sample.tokens=8", cwd=workplace, **environment)
+    assert bucket.find("bucket/runs1") == others
 
 
 def test_models_corpora_and_tokenizers(workplace: Path, prepared: Path, bucket: Any, environment: dict[str, Any]):

@@ -1,8 +1,10 @@
 """Runs whose shards and checkpoints are at URLs: resumed on another computer, they are those of local folders."""
 
 import json
+import re
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from forked import LIMIT_S, Forked
-from programs import losses, refusal, run, weights
+from programs import losses, refusal, run, snapshot, weights
 from released_code import to_released
 
 import tost_lm
@@ -99,15 +101,71 @@ def test_a_damaged_checkpoint_at_the_url_is_skipped(workplace: Path, storage: st
     assert "resuming from runs/tiny/checkpoints/step_00000004" in said
 
 
+def test_a_second_launch_with_the_url_is_refused(workplace: Path, storage: str):
+    words = ("run.toml", f"checkpoint.upload={storage}/runs", "optim.schedule=constant", "train.steps=100000")
+    uploaded = workplace / "bucket/runs/tiny"
+    first = Forked("tost train", *words, cwd=workplace)
+    until(lambda: (uploaded / "checkpoints").exists() and len(steps(uploaded)) > 1)
+    refused = refusal("tost train", *words, "run.folder=others", cwd=workplace)
+    first.send_signal(signal.SIGKILL)
+    first.finish()
+    owner = rf"\(host {re.escape(socket.gethostname())}, pid \d+, run folder {workplace}/runs/tiny\)"
+    assert re.match(rf"{storage}/runs/tiny: another launch is using it {owner}; wait for it, stop it, or", refused)
+    newest = max(steps(uploaded))
+    said = train(workplace, *words[1:], "run.folder=others", f"run.stop_at_step={int(newest[5:]) + 4}")
+    assert "resuming from others/tiny/checkpoints/step_" in said  # perhaps it was killed in an upload
+    assert "to see whether its last launch still runs" not in said
+    newest = max(steps(uploaded))
+    one, other = (folder / "checkpoints" / newest for folder in (uploaded, workplace / "others/tiny"))
+    assert snapshot(one) == snapshot(other)
+    assert [path.name for path in uploaded.iterdir()] == ["checkpoints"]
+
+
+def test_of_launches_that_start_together_one_uploads(workplace: Path, storage: str):
+    words = ("run.toml", f"checkpoint.upload={storage}/runs", "checkpoint.interval=1")
+    both = [Forked("tost train", *words, f"run.folder={name}", cwd=workplace) for name in ("one", "two")]
+    ends = {name: launch.finish() for name, launch in zip(("one", "two"), both, strict=True)}
+    assert sorted(code for code, *_ in ends.values()) == [0, 2]
+    ((winner, _), (_, (_, _, refused))) = sorted(ends.items(), key=lambda end: end[1][0])
+    assert re.match(rf"error: {storage}/runs/tiny: another launch (is using it|has taken it over) \(host ", refused)
+    for step in steps(workplace / winner / "tiny"):
+        one, other = (folder / "tiny/checkpoints" / step for folder in (workplace / winner, workplace / "bucket/runs"))
+        assert snapshot(one) == snapshot(other)
+
+
+def test_another_run_does_not_replace_the_checkpoints_at_the_url(workplace: Path, storage: str):
+    upload = f"checkpoint.upload={storage}/runs"
+    train(workplace, upload, "run.stop_at_step=4")
+    before = snapshot(workplace / "bucket/runs")
+    other = ("run.toml", "run.folder=others", "train.seed=7", "run.stop_at_step=8")
+    train(workplace, *other[1:])
+    refused = refusal("tost train", *other, upload, cwd=workplace)
+    assert refused == (
+        f"{storage}/runs/tiny: has checkpoints of another run than others/tiny, with another train.seed; choose "
+        "another run.name or checkpoint.upload"
+    )
+    assert snapshot(workplace / "bucket/runs") == before
+
+
+def test_what_is_missing_at_the_url_is_uploaded_again(workplace: Path, storage: str):
+    upload = f"checkpoint.upload={storage}/runs"
+    train(workplace, upload)
+    newest = workplace / "bucket/runs/tiny/checkpoints/step_00000012"
+    next(newest.glob("optimizer-*")).unlink()
+    assert "nothing is left to train" in train(workplace, upload)
+    assert snapshot(newest) == snapshot(workplace / "runs/tiny/checkpoints/step_00000012")
+
+
 def test_what_cannot_be_uploaded_is_saved_and_one_line(workplace: Path, storage: str):
-    (workplace / "bucket/runs").write_text("a file in the place of the folder")
+    (workplace / "bucket/runs/more/tiny").mkdir(parents=True)
+    (workplace / "bucket/runs/more/tiny/checkpoints").write_text("a file in the place of the folder")
     words = ("run.toml", f"checkpoint.upload={storage}/runs/more")
     code, said, errors = Forked("tost train", *words, cwd=workplace).finish()
     assert code == 2
     assert errors.startswith("error: runs/tiny/checkpoints/step_00000012: saved, but not uploaded: file://")
     assert errors.count("\n") == 1
     assert "warning: runs/tiny/checkpoints/step_00000004: saved, but not uploaded yet: file://" in said
-    (workplace / "bucket/runs").unlink()
+    (workplace / "bucket/runs/more/tiny/checkpoints").unlink()
     train(workplace, *words[1:])
     assert steps(workplace / "bucket/runs/more/tiny") == steps(workplace / "runs/tiny")
     assert "not a URL" in refusal("tost train", "run.toml", "checkpoint.upload=some/folder", cwd=workplace)
@@ -130,6 +188,15 @@ def test_models_are_read_from_urls_and_written_to_them(workplace: Path, storage:
         for model in (local, at_url, f"{storage}/models/back")
     ]
     assert len({*texts}) == 1
+    for copy in workplace.glob("cache/copies/*/*"):
+        for shard in copy.glob("model-*"):  # a flipped byte on the disk of the cache
+            data = bytearray(shard.read_bytes())
+            data[-1] ^= 1
+            shard.write_bytes(data)
+    for model, text in zip((at_url, f"{storage}/models/back"), texts[1:], strict=True):
+        said = run("tost generate", model, "x = ", "sample.tokens=8", "sample.seed=1", cwd=workplace, **cache)
+        assert "skipped checkpoint" not in said
+        assert said.partition("\nstate after")[0] == text
     refused = refusal("tost convert", at_url, f"convert.folder={storage}/models/back", cwd=workplace, **cache)
     assert refused == f"{storage}/models/back: exists already; give another convert.folder"
 

@@ -308,6 +308,7 @@ def test_a_rewind_skips_steps(place: Path):
     [
         ("model.width = 32", "stage longer: a run keeps the shape of its model"),
         ("train.seed = 1", "stage longer: train.seed is one for the whole run; remove it here"),
+        ('checkpoint.upload = "s3://b"', "stage longer: checkpoint.upload is one for the whole run; remove it here"),
         ('optim.kind = "muon"', "stage longer: optim.kind: another optimizer has another state"),
         ("train.steps = 4", "stage longer: it has no steps after step 4; set its tokens or a larger train.steps"),
         ("trian.steps = 4", "stages.trian: unknown key (did you mean stages.train?)"),

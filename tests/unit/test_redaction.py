@@ -54,6 +54,10 @@ def test_a_command_line_keeps_everything_but_secrets():
         ("curl -H 'Authorization: Bearer abc' y", f"curl -H 'Authorization: {MARK} {MARK}' y"),
         ("https://me:abc@host, bearer abc", f"https://{MARK}@host, bearer {MARK}"),
         (f"data/hf_{'aB3' * 11}/shards", f"data/{MARK}/shards"),
+        ("s3://me:ab/c+d/e=@bucket/x: denied", f"s3://{MARK}@bucket/x: denied"),
+        ("in s3:/me:a@b/c@bucket", f"in s3:/{MARK}@bucket"),
+        ("s3://me%3Aab%2Fc%40bucket/x, s3://:a/b@bucket", f"s3://{MARK}@bucket/x, s3://{MARK}@bucket"),
+        ("https://me:a/b?c#d@host/x", f"https://{MARK}@host/x"),
     ],
 )
 def test_a_secret_in_a_text_is_found_by_its_form(text: str, shown: str):

@@ -1,29 +1,39 @@
 """The checkpoints of a run at a URL: uploaded in the background, kept by the same retention, and fetched to resume.
 
 They are in URL/checkpoints/step_…, as in a run folder. A checkpoint that has its manifest is complete, because this is
-written last and removed first.
+written last and removed first. One launch at a time writes there.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread, main_thread
 
-from tost_lm.checkpointing.format import MANIFEST, PROGRESS, SETTINGS, Progress, verify_checkpoint
+from tost_lm.checkpointing.format import MANIFEST, PROGRESS, SETTINGS, Progress, read_entries, verify_checkpoint
+from tost_lm.checkpointing.owner import Owner, ownership
 from tost_lm.checkpointing.run_folder import CHECKPOINTS, kept_folders, step_folder, step_folders, step_of
 from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.errors import CheckpointError, StorageError
 from tost_lm.files import write_atomically
-from tost_lm.remote import fetch_folder, list_files, local_copy, move_folder, remove_folder, same_bytes, upload_folder
+from tost_lm.remote import fetch_folder, list_files, local_copy, move_folder, read_file, remove_folder, upload_folder
 
 WAIT_S = 1.0
+OWNER = "owner.json"
+
+
+@contextmanager
+def open_uploads(url: Path, run_folder: Path) -> Iterator["Uploads"]:
+    """The uploads of a launch. Raises ConfigError when another launch uploads there, StorageError as `list_files`."""
+    with ownership(url, url / OWNER, run_folder) as owner:
+        yield Uploads(url, owner)
 
 
 class Uploads:
     """Uploads the checkpoints of a run, in a thread. What fails is repeated after the next save."""
 
-    def __init__(self, url: Path, settings: CheckpointConfig) -> None:
-        self._url, self._settings = url, settings
+    def __init__(self, url: Path, owner: Owner) -> None:
+        self._url, self._owner = url, owner
         self._uploaded: set[str] = set()
         self._newest: Path | None = None
         self._thread: Thread | None = None
@@ -31,10 +41,15 @@ class Uploads:
         self.seconds = 0.0
         """Duration [s] of the last upload."""
 
-    def start(self, newest: Path) -> None:
-        """Upload the checkpoints of the run up to `newest`, after an upload that has begun."""
+    def require_own(self) -> None:
+        """Raises TrainingError when this launch knows that another one has taken over the URL."""
+        self._owner.require_own(read=False)
+
+    def start(self, newest: Path, settings: CheckpointConfig) -> None:
+        """Upload the checkpoints of the run up to `newest`, after an upload that has begun, and remove there those that
+        `settings` does not keep."""
         self._newest = newest
-        self._thread = Thread(target=self._work, args=(newest, self._thread), name="upload")
+        self._thread = Thread(target=self._work, args=(newest, settings, self._thread), name="upload")
         self._thread.start()
 
     def finish(self, while_waiting: Callable[[], object] = lambda: None) -> None:
@@ -45,33 +60,40 @@ class Uploads:
         if self._problem:
             raise CheckpointError(f"{self._newest}: saved, but not uploaded: {self._problem}")
 
-    def _work(self, newest: Path, earlier: Thread | None) -> None:
+    def _work(self, newest: Path, settings: CheckpointConfig, earlier: Thread | None) -> None:
         if earlier:
             earlier.join()
         if newest != self._newest or not main_thread().is_alive():  # a later call does it, or the next launch
             return
         started = time.monotonic()
         try:
-            self._upload(newest)
+            self._upload(newest, settings)
             self._problem = ""
         except Exception as error:
             self._problem = str(error) or type(error).__name__
             print(f"warning: {newest}: saved, but not uploaded yet: {self._problem}", flush=True)
         self.seconds = time.monotonic() - started
 
-    def _upload(self, newest: Path) -> None:
+    def _upload(self, newest: Path, settings: CheckpointConfig) -> None:
+        self._owner.require_own()
         for folder in reversed([one for one in step_folders(newest.parent.parent) if one.name <= newest.name]):
             target = self._url / CHECKPOINTS / folder.name
             try:
-                if folder.name not in self._uploaded and not same_bytes(folder / MANIFEST, target / MANIFEST):
+                if folder.name not in self._uploaded and not _is_uploaded(folder, target):
                     upload_folder(folder, target, MANIFEST)
                 self._uploaded.add(folder.name)
+            except CheckpointError:  # damaged, or not kept any more
+                continue
             except (StorageError, FileNotFoundError):
-                if folder.exists():  # else it is not kept any more
+                if folder.exists():
                     raise
-        self._prune(newest)
+        self._owner.require_own()
+        self._prune(newest, settings)
+        target = self._url / CHECKPOINTS / newest.name
+        if newest.exists() and not _is_uploaded(newest, target):
+            raise StorageError(f"{target}: incomplete after its upload; run the same command again")
 
-    def _prune(self, newest: Path) -> None:
+    def _prune(self, newest: Path, settings: CheckpointConfig) -> None:
         """Remove the remains of interrupted uploads, and the checkpoints that `settings` does not keep."""
 
         def read(folder: Path) -> Progress:
@@ -79,11 +101,18 @@ class Uploads:
             return Progress.read(local if local.exists() else local_copy(folder / PROGRESS).parent)
 
         complete = [folder for folder in step_folders(self._url) if folder.name <= newest.name]
-        kept = {folder.name for folder in kept_folders(complete, self._settings, read)}
+        kept = {folder.name for folder in kept_folders(complete, settings, read)}
         found = {name.partition("/")[0] for name in list_files(self._url / CHECKPOINTS, deep=True)}
         for name in found:
             if name not in kept and name <= newest.name:
                 remove_folder(self._url / CHECKPOINTS / name, MANIFEST)
+
+
+def _is_uploaded(folder: Path, target: Path) -> bool:
+    """Whether a URL has all files of a checkpoint. Raises StorageError, and CheckpointError if it is damaged here."""
+    sizes = {name: entry["bytes"] for name, entry in read_entries(folder).items()}
+    found = {name: file.size for name, file in list_files(target).items() if name in sizes}
+    return found == sizes and read_file(target / MANIFEST) == (folder / MANIFEST).read_bytes()
 
 
 def set_aside(url: Path, after: int, target: Path) -> None:

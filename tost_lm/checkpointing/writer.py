@@ -108,8 +108,11 @@ class CheckpointWriter:
             self.finish()
 
     def poll(self) -> None:
-        """Raises CheckpointError, once, if an asynchronous save failed; TrainingError as `RunFiles.check_folder`."""
+        """Raises CheckpointError, once, if an asynchronous save failed; TrainingError as `RunFiles.check_folder` and
+        `Uploads.require_own`."""
         self._run.check_folder()
+        if self._run.uploads:
+            self._run.uploads.require_own()
         if self._thread and not self._thread.is_alive():
             self.finish()
 
@@ -166,7 +169,7 @@ class CheckpointWriter:
             with _explain_write_errors(folder.parent):
                 prune(folder, self._settings)
             if self._run.uploads:
-                self._run.uploads.start(folder)
+                self._run.uploads.start(folder, self._settings)
         except Exception as error:
             rmtree(temp_folder, ignore_errors=True)
             with suppress(NoMessageError):

@@ -94,7 +94,12 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
 
 
 def build_writer(
-    engine: Any, run: PretrainConfig, start: StartPoint, check_folder: Callable[[], None], first_step: int = 0
+    engine: Any,
+    run: PretrainConfig,
+    start: StartPoint,
+    check_folder: Callable[[], None],
+    first_step: int = 0,
+    uploads: Uploads | None = None,
 ) -> CheckpointWriter:
     """The writer of a run's checkpoints; all ranks call it together. The run starts after `first_step` steps.
 
@@ -106,7 +111,6 @@ def build_writer(
     """
     config = start.stage.config
     card = partial(model_card, run=config.run_folder)
-    uploads = Uploads(config.upload_folder, config.checkpoint) if config.upload_folder else None
     files = RunFiles(config.run_folder, check_folder, to_toml(run), start.corpora.tokenizer(), card, uploads)
     writer = CheckpointWriter(engine, files, config.checkpoint, config.run.timeouts)
     last = run.in_stages()[-1].config.last_step

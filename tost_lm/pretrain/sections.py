@@ -274,9 +274,10 @@ class StageConfig(Section):
 
     @model_validator(mode="after")
     def _of_one_run(self) -> "StageConfig":
-        for name in ("seed", "initial_weights", "branch_from", "rewind"):
-            if name in self.train:
-                raise ValueError(f"stage {self.name}: train.{name} is one for the whole run; remove it here")
+        of_run = {"train": ("seed", "initial_weights", "branch_from", "rewind"), "checkpoint": ("upload",)}
+        for section, name in ((section, name) for section, names in of_run.items() for name in names):
+            if name in getattr(self, section):
+                raise ValueError(f"stage {self.name}: {section}.{name} is one for the whole run; remove it here")
         if "tokens" in self.train:
             raise ValueError(f"stage {self.name}: train.tokens: write tokens = …, the length of the stage")
         if "kind" in self.optim:

@@ -7,6 +7,7 @@ Every change of what is trained is one more stage: one of [[stages]], one that i
 import gc
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from tost_lm.checkpointing.format import (
     MANIFEST,
+    PROGRESS,
     SETTINGS,
     Progress,
     StoredTensors,
@@ -22,7 +24,7 @@ from tost_lm.checkpointing.format import (
 )
 from tost_lm.checkpointing.reading import load_weights, restore
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, HEARTBEATS, find_checkpoint, step_folders, step_of
-from tost_lm.config import load_config
+from tost_lm.config import leaves, load_config
 from tost_lm.data.loader import Corpora
 from tost_lm.data.stages import StageRecord, StageSource
 from tost_lm.data.tokenizers import find_tokenizer
@@ -31,6 +33,7 @@ from tost_lm.files import sha256_file
 from tost_lm.parallel.agreement import error_of_all_ranks, require_agreement, settings_as_facts, versions_as_facts
 from tost_lm.parallel.zero import draw_weights
 from tost_lm.pretrain.changes import (
+    MAY_CHANGE,
     appended,
     as_recorded,
     changes,
@@ -46,7 +49,7 @@ from tost_lm.pretrain.changes import (
     settings_of,
 )
 from tost_lm.pretrain.settings import PretrainConfig, Stage
-from tost_lm.remote import RemotePath
+from tost_lm.remote import RemotePath, local_copy
 
 
 class InitialWeights(NamedTuple):
@@ -259,6 +262,26 @@ def _with_initial_weights(
 def _of_an_ended_first_launch(path: Path) -> bool:
     """Whether a launch that ended before it wrote its settings may have left this."""
     return path.name.startswith(".") or path.name in (FLIGHT_RECORDER, HEARTBEATS)
+
+
+def require_same_run(url: Path, run_folder: Path) -> None:
+    """Raises ConfigError if the checkpoints at a URL are of another run than those in the folder: their first stages
+    have other data or settings."""
+    theirs, ours = _first_stage(url), _first_stage(run_folder)
+    if changed := [name for name in theirs.keys() & ours.keys() - MAY_CHANGE if theirs[name] != ours[name]]:
+        raise ConfigError(
+            f"{url}: has checkpoints of another run than {run_folder}, with another {', '.join(sorted(changed))}; "
+            "choose another run.name or checkpoint.upload"
+        )
+
+
+def _first_stage(run: Path) -> dict[str, Any]:
+    """What identifies the first stage of a run, by the record in its newest checkpoint; empty: there is none."""
+    for folder in reversed(step_folders(run)):
+        with suppress(CheckpointError):
+            record = Progress.read(local_copy(folder / PROGRESS).parent).stages[0]
+            return {"data": record.samples[0], **dict(leaves(record.settings))}
+    return {}
 
 
 def require_same_checkpoints(config: PretrainConfig, start: StartPoint) -> None:

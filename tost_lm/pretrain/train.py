@@ -33,6 +33,7 @@ from tost_lm.pretrain.validation import build_validation
 from tost_lm.torch_internals import enable_flight_recorder
 
 if TYPE_CHECKING:
+    from tost_lm.checkpointing.uploads import Uploads
     from tost_lm.tasks.in_training import TasksInTraining
 
 
@@ -41,12 +42,14 @@ def train(
     start: StartPoint,
     graceful_stop: GracefulStop,
     evaluation: "TasksInTraining | None" = None,
+    uploads: "Uploads | None" = None,
 ) -> str:
     """Train the stage of `start` to its last step or `run.stop_at_step`, from its checkpoint or from step 0.
 
     Args:
         run: all settings of the run.
         evaluation: runs every `evaluation.interval` steps; None: there is none.
+        uploads: on rank 0, of a run with `checkpoint.upload`.
 
     Returns:
         Why the launch ended: one of `graceful_stop.REASONS`, or NEXT_STAGE if another stage follows; empty: the run, or
@@ -68,7 +71,7 @@ def train(
         start = start._replace(stage=start.stage._replace(config=config))
         with run_lock(config.run_folder, world.rank) as check, explain_out_of_memory(config, heartbeat):
             try:
-                launch = Launch(run, start, graceful_stop, evaluation, world, heartbeat, check)
+                launch = Launch(run, start, graceful_stop, evaluation, world, heartbeat, check, uploads)
             except OtherStageError:
                 stop_world()
                 return NEXT_STAGE
@@ -90,6 +93,7 @@ class Launch:
         world: World,
         heartbeat: Heartbeat,
         check_folder: Callable[[], None],
+        uploads: "Uploads | None" = None,
     ) -> None:
         """Build what trains, with the values of `start`, and open the run folder."""
         warn = print if world.rank == 0 else lambda line: None
@@ -106,11 +110,11 @@ class Launch:
         self.checksums = Checksums(self.engine, config.run.sdc_check_interval)
         self.profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
         self.validation = build_validation(config, corpora, self.mesh, self.tiling)
-        self.writer = build_writer(self.engine, run, start, check_folder, self.progress.step)
+        self.writer = build_writer(self.engine, run, start, check_folder, self.progress.step, uploads)
         self.stop = StopOfRanks(graceful_stop, world.size, lambda: self.writer.seconds_to_stop)
         self.metrics = open_folder(run, start, self.progress, world, heartbeat, self.tiling)
         self.progress = replace(self.progress, wandb_run_id=self.metrics.wandb_run_id)
-        check_folder()
+        self.writer.poll()
         self.stop_reason = graceful_stop.start_training(self.stop.reason)  # a barrier, too: the run folder exists
 
     def train(self) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from tost_lm.config import Section, load_config, recipes
+from tost_lm.config import Section, load_config, path_or_url, recipes, toml_value
 from tost_lm.data.settings import CorpusConfig, DataPrepConfig
 from tost_lm.errors import ConfigError
 from tost_lm.inference.settings import GenerateConfig
@@ -135,6 +135,32 @@ def test_other_texts_may_be_urls():
         assert load_config(CorpusConfig, None, [f"source={source}"]).source == source
 
 
-def test_a_password_in_a_url_is_not_printed():
-    with pytest.raises(ConfigError, match=r"supported: https://\[redacted\]@host/x; give"):
-        load_config(CorpusConfig, None, ["source=https://user:planted@host/x"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:planted@bucket", "s3://key:ab/planted@bucket", "s3:/key:ab/planted@bucket", "s3://key:12/planted@b",
+        "s3://key:ab cd/planted@bucket", "s3://key:ab\n/planted@bucket", "s3://key:ab?c/planted#d@bucket",
+        "s3://key%3Aab%2Fplanted%40bucket/x", "s3://:planted/b@bucket", "gs://key:planted/bucket", "s3://planted@b/x",
+        "s3://bucket/x?X-Amz-Signature=planted", "s3://bucket/x?part=1&token=a/planted", "https://me:ab/planted@host/x",
+        "https://me:a b@planted/x",
+    ],
+)  # fmt: skip
+def test_credentials_in_a_url_are_refused_and_not_printed(url: str):
+    for path in (url, Path(url)):
+        with pytest.raises(ConfigError, match=r"URLs? ?(are not supported)?: (s3|gs|https)://\[redacted\]; ") as error:
+            path_or_url("argument", path)
+        assert "planted" not in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        load_config(CorpusConfig, None, [f"source={toml_value(url)}"])
+    assert "planted" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "file:///a@b:c/d@e", "s3://bucket/user@host:1/x", "s3://bucket/key=3/x", "s3://b/a*[1]?x=1", "gs://b/%2F",
+        "s3://arn:aws:s3:eu-west-1:123456789012:accesspoint/name/x", "memory://x",
+    ],
+)  # fmt: skip
+def test_other_signs_in_urls_are_no_credentials(url: str):
+    assert str(path_or_url("argument", url)) == str(path_or_url("argument", Path(url))) == url

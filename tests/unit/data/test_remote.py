@@ -25,11 +25,22 @@ from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
 from tost_lm.data.prefetch import micro_batches, prefetched
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import count_rows, fingerprint
+from tost_lm.data.sources.files import corpus_files
 from tost_lm.data.stages import Packing
 from tost_lm.data_prep.build import build_shards
 from tost_lm.errors import ConfigError, DataError, StorageError
 from tost_lm.pretrain.sections import TrainingDataConfig
-from tost_lm.remote import RemotePath, as_path, fetch_folder, glob_files, list_files, local_copy, upload_folder
+from tost_lm.remote import (
+    RemotePath,
+    as_path,
+    fetch_folder,
+    glob_files,
+    list_files,
+    local_copy,
+    move_folder,
+    remove_folder,
+    upload_folder,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -170,9 +181,32 @@ def test_a_damaged_block_of_the_cache_is_fetched_again(local: Path, url: RemoteP
         assert np.array_equal(one[:], other[:])
 
 
+def test_a_cached_block_that_is_no_file(url: RemotePath, cache: Path):
+    Shards.open(url).verify("train")
+    first, second, *_ = blocks(cache)
+    first.unlink()
+    os.mkfifo(first)
+    Shards.open(url).verify("train")
+    assert first.is_file()
+    second.unlink()
+    second.mkdir()
+    with pytest.raises(StorageError, match=rf"^{second}: cannot be written: Is a directory; clear the cache, or set"):
+        Shards.open(url).verify("train")
+
+
+def test_a_cache_without_a_home_is_one_line(url: RemotePath, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TOST_CACHE")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # nobody in /etc/passwd
+    with pytest.raises(StorageError, match=r"^the cache has no folder: HOME is not set, .*; set TOST_CACHE to a "):
+        Shards.open(url)
+
+
 def test_no_such_folder_and_no_such_package_are_one_line(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(StorageError, match=r"^memory://nowhere: no such file or folder; correct the URL$"):
         Shards.open(as_path("memory://nowhere"))
+    with pytest.raises(StorageError, match=r"^s3://bucket/x\?versionId=1: versions of objects are not supported; rem"):
+        list_files(as_url("s3://bucket/x?versionId=1"))  # s3fs would read, write and remove s3://bucket/x
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(
         StorageError, match=r"^s3://bucket/x: the package s3fs is not installed; run pip install '\.\[rem"
@@ -183,7 +217,7 @@ def test_no_such_folder_and_no_such_package_are_one_line(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("s3://key:planted@bucket/x", "data.folder: credentials in a URL: s3://[redacted]@bucket/x; remove them"),
+        ("s3://key:planted@bucket/x", "data.folder: credentials in a URL: s3://[redacted]; remove them"),
         ("https://host/x", "data.folder: such URLs are not supported: https://host/x; give"),
     ],
 )
@@ -216,6 +250,60 @@ def test_copies_of_files_and_folders(memory: Any, cache: Path):
     assert [*list_files(as_url("memory://bucket/one"), deep=True)] == ["a.txt", "b.txt", "deep/c.txt"]
     assert [*glob_files(as_url("memory://bucket/**/*.txt"))] == ["one/a.txt", "one/b.txt", "one/deep/c.txt", "two.txt"]
     assert [*glob_files(as_url("memory://bucket/one/[a-b].txt"))] == ["a.txt", "b.txt"]
+
+
+def test_a_copy_that_has_changed_is_fetched_again(memory: Any, cache: Path):
+    url = as_url("memory://bucket/model")
+    expected = {name: name.encode() * 9 for name in ("config.json", "model.safetensors")}
+    for name, data in expected.items():
+        memory.pipe_file(f"/bucket/model/{name}", data)
+
+    def flip(copy: Path) -> None:
+        (copy / "model.safetensors").write_bytes(b"M" + expected["model.safetensors"][1:])
+
+    def replace_by_file(copy: Path) -> None:
+        shutil.rmtree(copy)
+        copy.write_text("")
+
+    for change in (
+        flip,
+        lambda copy: os.truncate(copy / "model.safetensors", 3),
+        lambda copy: (copy / "config.json").unlink(),
+        lambda copy: (copy / "model_old.safetensors").write_text("added"),
+        replace_by_file,
+    ):
+        change(local_copy(url))
+        copy = local_copy(url)
+        assert {path.name: path.read_bytes() for path in copy.iterdir()} == expected
+
+
+@pytest.mark.parametrize("name", ["exp[1]", "exp*", "ex?1", "exp[!2]", "exp::memory", "e%78p1"])
+@pytest.mark.parametrize("storage", ["memory://bucket", "file://"])
+def test_paths_are_literal(storage: str, name: str, tmp_path: Path, memory: Any):
+    """fsspec expands `*`, `?` and `[` of most paths, and chains file systems at `::`."""
+    bucket, given = storage + ("" if storage.startswith("memory") else str(tmp_path)), tmp_path / "given"
+    given.mkdir()
+    for file in ("a.txt", "manifest.json"):
+        (given / file).write_text(file)
+    url, other = (as_url(f"{bucket}/{folder}") for folder in (name, "exp1"))
+    upload_folder(given, other, "manifest.json")
+    others = list_files(other)
+    with pytest.raises(StorageError, match="no such file"):
+        local_copy(url)
+    for _ in range(2):
+        upload_folder(given, url, "manifest.json")
+    assert [*list_files(url)] == sorted(path.name for path in local_copy(url).iterdir()) == ["a.txt", "manifest.json"]
+    assert local_copy(url / "a.txt").read_text() == "a.txt"
+    assert {file.path.parent for file in corpus_files(str(url))} == {url}
+    moved = as_url(f"{bucket}/moved/{name}")
+    move_folder(url, moved, "manifest.json")
+    assert [*list_files(moved)] == ["a.txt", "manifest.json"]
+    assert not list_files(url)
+    fetch_folder(moved, tmp_path / "back" / name)
+    remove_folder(moved, "manifest.json")
+    assert not list_files(moved)
+    assert not (tmp_path / "moved" / name).exists()
+    assert list_files(other) == others
 
 
 def test_copies_that_are_not_in_use_make_room(memory: Any, cache: Path, monkeypatch: pytest.MonkeyPatch):

@@ -82,7 +82,10 @@ def corpus_files(source: str) -> list[CorpusFile]:
 
 def _files_at_url(url: RemotePath, source: str) -> list[CorpusFile]:
     """As `corpus_files`, at a URL."""
-    files = glob_files(url) if _is_glob(source) else list_files(url, deep=True)
+    files = list_files(url, deep=True)
+    is_glob = not files and _is_glob(source)
+    if is_glob:
+        files = glob_files(url)
     siblings: dict[Path, set[str]] = {}
     for path in map(Path, files):
         siblings.setdefault(path.parent, set()).add(path.name)
@@ -91,7 +94,7 @@ def _files_at_url(url: RemotePath, source: str) -> list[CorpusFile]:
         is_hidden = any(part.startswith(".") for part in path.parts)
         return not is_hidden and not _is_own(path.name, siblings[path.parent]) and format_of(path) is not None
 
-    is_named = _is_glob(source) or [*files] == [url.name]
+    is_named = is_glob or [*files] == [url.name]
     found = [
         CorpusFile(name, file.url, file.size, file.version)
         for name, file in files.items()

@@ -15,6 +15,8 @@ processes; ranks of torchrun exit with 76, and the same command goes on.
 
 import os
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -27,12 +29,14 @@ from tost_lm.pretrain.loggers import logger_of
 from tost_lm.pretrain.settings import PretrainConfig
 
 if TYPE_CHECKING:
+    from tost_lm.checkpointing.uploads import Uploads
+    from tost_lm.parallel.graceful_stop import GracefulStop
     from tost_lm.pretrain.start import StartPoint
 
 
 def main(path: Path, config: PretrainConfig) -> None:
     ignore_output_errors()  # log.txt has the lines
-    from tost_lm.pretrain.checks import check_stages, ranks_to_start  # imports NumPy
+    from tost_lm.pretrain.checks import ranks_to_start  # imports NumPy
 
     ranks = ranks_to_start(config)
     loggers = {logger.package: logger.extra for logger in map(logger_of, config.run.loggers) if logger.is_on()}
@@ -44,28 +48,43 @@ def main(path: Path, config: PretrainConfig) -> None:
 
     graceful_stop = GracefulStop(config.run.max_minutes)
     graceful_stop.install_handlers()
-    from tost_lm.checkpointing.uploads import Uploads, fetch_newest
+    from tost_lm.checkpointing.uploads import open_uploads
     from tost_lm.pretrain.folder import NEXT_STAGE
-    from tost_lm.pretrain.start import find_start  # imports torch, which takes seconds
 
-    log = print if os.environ.get("RANK", "0") == "0" else lambda line: None
+    upload, is_first = config.upload_folder, os.environ.get("RANK", "0") == "0"
+    with open_uploads(upload, config.run_folder) if upload and is_first else nullcontext() as uploads:
+        reason = _train(config, graceful_stop, uploads, print if is_first else lambda line: None)
+    if reason == NEXT_STAGE:
+        end_for_next_stage("train")
+    if reason:
+        sys.exit(EXIT_STOPPED)
+
+
+def _train(
+    config: PretrainConfig, graceful_stop: "GracefulStop", uploads: "Uploads | None", log: Callable[[str], None]
+) -> str:
+    """Train the stage that the run is in. Returns why it ended, as `tost_lm.pretrain.train.train`."""
+    from tost_lm.checkpointing.uploads import fetch_newest
+    from tost_lm.pretrain.checks import check_stages
+    from tost_lm.pretrain.start import find_start, require_same_run  # imports torch, which takes seconds
+
     if upload := config.upload_folder:
+        require_same_run(upload, config.run_folder)
         fetch_newest(upload, config.run_folder, config.train.rewind, log)
     start = find_start(config, log)
     if _is_done(start):  # no engine will read and hash the shards
         start = find_start(config, log, hash_shards=True)
-    stage = start.stage.config.on_ranks(ranks)
+    stage = start.stage.config.on_ranks(int(os.environ.get("WORLD_SIZE", "1")))
     start = start._replace(stage=start.stage._replace(config=stage))
     if start.resume_from and _is_done(start):
         progress = Progress.read(start.resume_from)
         progress.require_finite_validation(stage.train.steps, stage.run_folder)
         early = ": validation.stop_after has ended the run" if stage.stops_early(progress) else ""
-        if upload and os.environ.get("RANK", "0") == "0":
-            uploads = Uploads(upload, stage.checkpoint)  # those of a launch that was killed meanwhile
-            uploads.start(start.resume_from)
+        if uploads:
+            uploads.start(start.resume_from, stage.checkpoint)  # those of a launch that was killed meanwhile
             uploads.finish()
         log(f"reusing {start.resume_from}: nothing is left to train up to step {stage.last_step}{early}")
-        return
+        return ""
     if start.weights_from:
         stage = stage.with_context_of(read_model_config(start.weights_from))
         start = start._replace(stage=start.stage._replace(config=stage))
@@ -73,11 +92,7 @@ def main(path: Path, config: PretrainConfig) -> None:
     evaluation = check_stages([start.stage, *later])
     from tost_lm.pretrain.train import train
 
-    reason = train(config, start, graceful_stop, evaluation)
-    if reason == NEXT_STAGE:
-        end_for_next_stage("train")
-    if reason:
-        sys.exit(EXIT_STOPPED)
+    return train(config, start, graceful_stop, evaluation, uploads)
 
 
 def _is_done(start: "StartPoint") -> bool:
