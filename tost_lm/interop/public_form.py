@@ -78,8 +78,8 @@ UNLIMITED = 1 << 20
 """Positions of a trained model without rotary embeddings. It reads any length, but other tools refuse longer texts, and
 some reserve memory for as many tokens."""
 
-IGNORED = (r"\.attn\.masked_bias$", r"rotary_emb\.inv_freq$")
-"""Constants in old files, beside those that the class of a model ignores."""
+IGNORED = re.compile(r"^mtp\.|^model\.visual\.|\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
+"""In files, weights of other parts than the text part, and constants."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
 """The beginning of the library's name of a layer's weight."""
@@ -171,8 +171,7 @@ class PublicForm:
             )
         config, model = self.our_settings(theirs, where), self._build(theirs, folder)
         expected = self.in_files(model, {name: one.on_meta for name, one in stored.items()})
-        ignored = re.compile("|".join([*IGNORED, *(model._keys_to_ignore_on_load_unexpected or ())]))
-        found = {name: one for name, one in stored.items() if name in expected or not ignored.search(one.name)}
+        found = {name: one for name, one in stored.items() if name in expected or not IGNORED.search(one.name)}
         head = found.pop(HEAD, None) if config.tied_head else None
         if config.tied_head:
             del expected[HEAD]
