@@ -70,8 +70,8 @@ FIXED: dict[str, Any] = {
 """Their settings with one supported value; the class of a form may not have them all."""
 SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Their settings of Llama 3's scaling, beside its factor."""
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
-"""By their names in safetensors; others become float32."""
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float32}
+"""Those that are read, by their names in safetensors, and written."""
 KEPT_FILES = ("*token*", "vocab.*", "merges.*", "chat_template.*", "generation_config.json")
 """Files of tokenizer and generation beside a model."""
 UNLIMITED = 1 << 20
@@ -119,9 +119,8 @@ class _Stored(NamedTuple):
 
     @property
     def on_meta(self) -> Tensor:
-        dtype = self.weight.get_dtype()
-        usual = torch.float32 if dtype.startswith("F") else torch.int8
-        return torch.empty(self.weight.get_shape(), dtype=DTYPES.get(dtype, usual), device="meta")
+        dtype = DTYPES.get(self.weight.get_dtype(), torch.int8)
+        return torch.empty(self.weight.get_shape(), dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ class PublicForm:
         theirs = self.their_settings(config, tokenizer.eot, as_read=as_read, like=like)
         files, kept = ([], {}) if like is None else (_files_of_tokenizer(like, tokenizer), self._stored(like))
         model = self._build(theirs, folder)
-        dtypes = {name: one.on_meta.dtype for name, one in kept.items()}
+        dtypes = {name: x.dtype for name, one in kept.items() if (x := one.on_meta).is_floating_point()}
         shapes = {name: one.shape for name, one in self.in_files(model).items()}
         found = self.their_weights(config, weights, shapes, dtypes, theirs.dtype or torch.float32)
         if HEAD in kept and config.tied_head:
