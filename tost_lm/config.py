@@ -378,7 +378,7 @@ def _explain(section: type[Section], path: str, problems: Sequence[Any]) -> str:
     hint = did_you_mean(str(problem["input"]), choices)
     if problem["type"] == "list_type" and isinstance(problem["input"], str):
         hint = f"; write '{path}=[\"{problem['input']}\"]'"
-    return f"{path or 'configuration'}: {wanted[:1].lower()}{wanted[1:]}, got {problem['input']!r}{hint}"
+    return f"{path or 'configuration'}: {wanted[:1].lower()}{wanted[1:]}, got {problem['input']!r:.200}{hint}"
 
 
 def _elsewhere(section: type[Section], key: str) -> str | None:

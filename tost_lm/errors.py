@@ -23,8 +23,10 @@ def first_problem(error: "ValidationError") -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, without a full stop; its class if there is no message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    """The first line of an error's message, without a full stop, up to 300 characters; if it announces the cause, the
+    last line; its class if there is no message."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1 if lines[0].endswith(":") else 0].strip().rstrip(".")[:300]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -91,6 +91,11 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
             temp.unlink(missing_ok=True)
 
 
+def usual_mode(path: Path) -> None:
+    """Let others read a new file as they read its folder: safetensors lets only its owner."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
 def require_writable(path: Path) -> None:
     """Raises ConfigError when its folder, or the nearest parent that exists, takes no file."""
     folder = next(parent for parent in path.absolute().parents if parent.exists())

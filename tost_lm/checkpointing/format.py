@@ -32,6 +32,7 @@ from tost_lm.files import (
     regular_file,
     remove_temp_folder,
     sha256_file,
+    usual_mode,
     xxh3_file,
 )
 from tost_lm.mixers.plugins import VARIABLE, file_name, plugin_files, unknown_letters
@@ -242,7 +243,7 @@ def write_tensors(path: Path, tensors: dict[str, "Tensor"]) -> None:
     from safetensors.torch import save_file
 
     save_file(tensors, path, metadata={"format": "pt"})  # required by transformers
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes it readable by the owner only
+    usual_mode(path)
 
 
 def metadata_files(

@@ -14,8 +14,8 @@ Logits stay the same up to rounding. A checkpoint that would run code is refused
 With the name of a form of the Hugging Face library (convert.to=llama, …) the source is a run folder (its newest valid
 checkpoint), a step folder or an export, and the result is a folder that the library's from_pretrained reads, with a
 tokenizer and a model card. The model must have this form, at any size. With convert.like=FOLDER, where FOLDER is the
-model that was first converted, the files of its tokenizer, its chat template, its other settings and the dtypes of its
-weights are kept. Of a model of images, the result is a copy with the new text part.
+model that was first converted, the files of its tokenizer, its chat template, its other settings, and the names and
+dtypes of its weights are kept. Of a model of images, the result is a copy with the new text part.
 
 With convert.mean_of=N the source is a run folder, and the weights are the mean of those of its newest N valid
 checkpoints.
@@ -74,7 +74,7 @@ class ConvertConfig(Section):
 def main(path: Path, config: ConvertConfig) -> None:
     from tost_lm.checkpointing.format import MANIFEST
     from tost_lm.checkpointing.run_folder import local_model
-    from tost_lm.interop.folder import CONFIG
+    from tost_lm.inference.foreign_folder import CONFIG
 
     conversion = config.convert
     folder = conversion.folder
@@ -98,8 +98,8 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
     """`named` is the source in the record."""
     from tost_lm.checkpointing.format import CARD, CONVERSION, Progress, shard_name, write_checkpoint, write_tensors
     from tost_lm.data.tokenizers.gpt2 import VOCAB_SIZE, gpt2_tokenizer
+    from tost_lm.inference.foreign_folder import CONFIG, weight_files
     from tost_lm.interop.card import model_card
-    from tost_lm.interop.folder import CONFIG, weight_files
     from tost_lm.interop.load import foreign_format, read_tokenizer_folder
 
     foreign = foreign_format(source)

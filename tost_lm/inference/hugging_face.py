@@ -21,9 +21,10 @@ from tost_lm.checkpointing.format import MANIFEST
 from tost_lm.checkpointing.run_folder import local_model
 from tost_lm.data.shards import Shards
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.errors import SHOWN, CheckpointError, ConfigError, first_line, install_hint, printable
+from tost_lm.errors import CheckpointError, ConfigError, first_line, install_hint
 from tost_lm.files import sha256_bytes, xxh3_file
 from tost_lm.inference.evaluated import HUB, EvaluatedCheckpoint, hub_home, open_valid
+from tost_lm.inference.foreign_folder import CONFIG, SAFETENSORS, TORCH_FILE, read_settings, weight_files
 from tost_lm.inference.generation import ForeignFacts
 from tost_lm.model import LMOutput, LMState
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, logit_tile_tokens
@@ -31,17 +32,8 @@ from tost_lm.ops.cross_entropy import IGNORED_LABEL, logit_tile_tokens
 if TYPE_CHECKING:
     from tost_lm.parallel.mesh import Mesh
 
-CONFIG = "config.json"
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 """Names of the trained length in the configurations of models."""
-
-BUILT_IN = {
-    "attn_implementation": ("eager", "sdpa"),
-    "experts_implementation": ("eager", "grouped_mm", "batched_mm"),
-    "quantization_config": (),
-}
-"""Settings by which transformers loads kernels from the hub or runs other packages, and their values that do not."""
 
 
 def find_evaluated(path: Path) -> EvaluatedCheckpoint:
@@ -53,13 +45,13 @@ def find_evaluated(path: Path) -> EvaluatedCheckpoint:
         ConfigError: transformers is not installed.
     """
     name = str(path)
-    if name.startswith(HUB):
-        return HuggingFaceCheckpoint(_download(name.removeprefix(HUB)), hub_home(path))
-    copy = local_model(path)
+    of_hub = name.startswith(HUB)
+    copy = _download(name.removeprefix(HUB)) if of_hub else local_model(path)
     if copy == path and not path.exists():
         wanted = "a run folder, a step folder, an export, a folder of a Hugging Face model"
         raise CheckpointError(f"{path}: no such folder; give {wanted} or {HUB}NAME")
-    if (copy / CONFIG).is_file() and not (copy / MANIFEST).is_file():
+    if of_hub or ((copy / CONFIG).is_file() and not (copy / MANIFEST).is_file()):
+        read_settings(copy)
         return HuggingFaceCheckpoint(copy, path if copy == path else hub_home(path))
     return EvaluatedCheckpoint.find(path)
 
@@ -75,21 +67,34 @@ class HuggingFaceCheckpoint(EvaluatedCheckpoint):
         return HuggingFaceTokenizer(tokenizer, self.hashes()["tokenizer_sha256"])
 
     def load(self, device: str) -> "HuggingFaceLM":
-        """The model in float32. Raises CheckpointError, also when weights are missing."""
-        transformers = transformers_library()
-        settings, _ = _guarded(self, lambda: transformers.PreTrainedConfig.get_config_dict(self.checkpoint))
-        check_settings(settings, self.checkpoint / CONFIG)
+        """The model in float32. Raises CheckpointError, also when weights are missing or of other shapes."""
+        library, folder, no_code = transformers_library(), self.checkpoint, {"trust_remote_code": False}
+        stored_bytes = sum(file.stat().st_size for file in self._weight_files())
+
+        def build() -> Any:
+            config = library.AutoConfig.from_pretrained(folder, **no_code)
+            with torch.device("meta"):
+                return library.AutoModelForCausalLM.from_config(config, **no_code)
 
         def load() -> Any:
-            return transformers.AutoModelForCausalLM.from_pretrained(
-                self.checkpoint, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
-            )
+            how = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True, **no_code}
+            return library.AutoModelForCausalLM.from_pretrained(folder, **how)
 
+        count = sum(parameter.numel() for parameter in _guarded(self, build).parameters())
+        if count > stored_bytes:  # the library would draw the missing ones
+            raise CheckpointError(
+                f"{folder}: its settings say {count:,} parameters, its weights have {stored_bytes:,} bytes; copy it "
+                "again"
+            )
         model, info = _guarded(self, load)
         if missing := sorted(info["missing_keys"]):
             raise CheckpointError(
-                f"{self.checkpoint}: {len(missing)} weights of a causal language model are missing ({missing[0]}, …); "
-                "give a complete folder"
+                f"{folder}: {len(missing)} weights of a causal language model are missing ({missing[0]}, …); give a "
+                "complete folder"
+            )
+        for name, stored, wanted in sorted(info["mismatched_keys"])[:1]:
+            raise CheckpointError(
+                f"{folder}: {name} has shape {list(stored)}, its settings say {list(wanted)}; copy it again"
             )
         if torch.device(device).type == "cpu":
             for module in {sys.modules[type(layer).__module__] for layer in model.modules()}:
@@ -114,13 +119,15 @@ class HuggingFaceCheckpoint(EvaluatedCheckpoint):
         return ShardsOfText(open_valid(Path(folder)), self.lossless_tokenizer())
 
     def hashes(self) -> dict[str, Any]:
-        files = sorted(path for pattern in WEIGHTS for path in self.checkpoint.glob(pattern))
-        of_model = [f"{path.name} {xxh3_file(path)}" for path in [self.checkpoint / CONFIG, *files]]
+        of_model = [f"{path.name} {xxh3_file(path)}" for path in [self.checkpoint / CONFIG, *self._weight_files()]]
         tokenizer = [f"{path.name} {xxh3_file(path)}" for path in sorted(self.checkpoint.glob("*")) if _tokenizes(path)]
         return {
             "checkpoint_sha256": sha256_bytes("\n".join(of_model).encode()),
             "tokenizer_sha256": sha256_bytes("\n".join(tokenizer).encode()),
         }
+
+    def _weight_files(self) -> list[Path]:
+        return weight_files(self.checkpoint, (SAFETENSORS, TORCH_FILE))
 
 
 class ShardsOfText:
@@ -251,19 +258,6 @@ def _nats_and_top(logits_BKV: Tensor, labels_BK: Tensor) -> tuple[Tensor, Tensor
         nats_BK.append((logits_KV.logsumexp(1) - label_K).where(counted_K, 0))
         is_top_BK.append((label_K >= logits_KV.amax(1)) & counted_K)
     return torch.stack(nats_BK), torch.stack(is_top_BK)
-
-
-def check_settings(settings: Any, where: Path) -> None:
-    """Raises CheckpointError if the content of a config.json makes transformers load code, at any depth of it."""
-    for name, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
-        built_in = BUILT_IN.get(str(name).removeprefix("_"))
-        if built_in is not None and value is not None and value not in built_in:
-            shown = printable(str(value))[:SHOWN]
-            raise CheckpointError(
-                f"{where}: unsupported {name}, for which transformers loads code: {shown}; give a folder without it"
-            )
-        if isinstance(value, dict | list):
-            check_settings(value, where)
 
 
 def _tokenizes(path: Path) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tost_lm.config import validate
 from tost_lm.errors import CheckpointError
-from tost_lm.interop.folder import listed
+from tost_lm.inference.foreign_folder import listed
 from tost_lm.interop.interface import ForeignFormat, ForeignModel
 from tost_lm.interop.torch_file import read_torch_file
 from tost_lm.model import ModelConfig

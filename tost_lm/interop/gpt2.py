@@ -1,5 +1,6 @@
 """GPT-2: softmax attention, learned positions and biases. It is read only: no recipe trains a model of this form."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ class _Gpt2(PublicForm):
             )
         return super().our_settings(theirs, where).model_copy(update={"gelu": GELU[activation]})
 
-    def our_weights(self, config: ModelConfig, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def our_weights(self, config: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, Tensor]:
         found = {}
         for name in parameter_shapes(config):
-            weight = theirs.pop(PREFIX + gpt2_name(name))
+            weight = theirs[PREFIX + gpt2_name(name)][:]
             found[name] = weight.T.contiguous() if name.endswith("_proj.weight") else weight
         return found
 
@@ -44,5 +45,6 @@ GPT2 = _Gpt2(
         "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False,
         "tie_word_embeddings": True,
     },
+    without_rotary={"rope_theta": None}, prefix=PREFIX,
 )  # fmt: skip
 FORMAT = GPT2.format._replace(write=None)

@@ -12,8 +12,8 @@ from tost_lm.config import path_or_url
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import SOURCES, gpt2_tokenizer
 from tost_lm.errors import CheckpointError, DataError
+from tost_lm.inference.foreign_folder import CONFIG, read_settings
 from tost_lm.interop import MODULES
-from tost_lm.interop.folder import CONFIG, read_settings
 from tost_lm.interop.interface import ForeignFormat
 from tost_lm.model import TostLM
 

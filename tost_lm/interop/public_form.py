@@ -1,33 +1,36 @@
-"""Models of the Hugging Face library, read and written with its own classes: what all of their forms share.
+"""Models of the Hugging Face library, with its settings and its names of weights: what all of their forms share.
 
 A form, a module beside this one, names the classes, settings and weights. Weights and settings keep their values, so
-logits agree up to rounding, and a model that is read and written again is equal. Names, shards and ties of the weights
-are those of the library.
+logits agree up to rounding, and a model that is read and written again is equal. A folder is refused if its model
+computes anything that ours does not.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tost_lm.checkpointing.format import CARD, CONVERSION, StoredTensors, read_model_config
+from tost_lm.checkpointing.format import CARD, CONVERSION, StoredTensors, read_model_config, write_tensors
 from tost_lm.config import leaves, validate
 from tost_lm.data.tokenizers import HfTokenizer, Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.hf import hf_tokenizer
 from tost_lm.data.tokenizers.lossless import FORMS
 from tost_lm.errors import CheckpointError, ConfigError, DataError, first_line
-from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder
+from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, usual_mode
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
-from tost_lm.inference.hugging_face import check_settings, transformers_library
+from tost_lm.inference.foreign_folder import CONFIG, listed, read_settings, weight_files
+from tost_lm.inference.hugging_face import transformers_library
+from tost_lm.interop.authors import check_weights
 from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
-from tost_lm.interop.folder import CONFIG, listed, read_settings, weight_files
 from tost_lm.interop.interface import ForeignFormat, ForeignModel
 from tost_lm.mixers.delta.settings import CONV_TAPS, DeltaSizes
 from tost_lm.mixers.softmax.settings import SoftmaxSizes
@@ -60,25 +63,26 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 """Our settings of all models of a form, unless it names others."""
 FIXED: dict[str, Any] = {
-    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "linear_conv_kernel_dim": CONV_TAPS,
+    "is_heterogeneous": False, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+    "linear_conv_kernel_dim": CONV_TAPS, "is_causal": True, "sliding_window": None, "attention_chunk_size": None,
+    "kv_sharing_modes": None,
 }  # fmt: skip
-"""Their settings with one supported value."""
+"""Their settings with one supported value; the class of a form may not have them all."""
 SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Their settings of Llama 3's scaling, beside its factor."""
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
-"""By their names in safetensors; others become float32."""
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float32}
+"""Those that are read, by their names in safetensors, and written."""
 KEPT_FILES = ("*token*", "vocab.*", "merges.*", "chat_template.*", "generation_config.json")
 """Files of tokenizer and generation beside a model."""
 UNLIMITED = 1 << 20
 """Positions of a trained model without rotary embeddings. It reads any length, but other tools refuse longer texts, and
 some reserve memory for as many tokens."""
 
-CONSTANT = ".attn.masked_bias"
-"""No weight, but in old files of GPT-2."""
+IGNORED = re.compile(r"^mtp\.|^model\.visual\.|\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
+"""In files, weights of other parts than the text part, and constants."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-TEXT_PART = "model.language_model."
-"""Before the names of a text part among other parts."""
-FORMAT = {"format": "pt"}
+LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
+"""The beginning of the library's name of a layer's weight."""
 STALE = """
 Only its text part is new: the weights of images, and `mtp.*`, which predict several tokens, are as in {}, hence stale.
 """
@@ -106,6 +110,19 @@ DELTA = {
 }
 
 
+class _Stored(NamedTuple):
+    """A weight in a file."""
+
+    name: str
+    weight: Any
+    """Read when it is indexed."""
+
+    @property
+    def on_meta(self) -> Tensor:
+        dtype = DTYPES.get(self.weight.get_dtype(), torch.int8)
+        return torch.empty(self.weight.get_shape(), dtype=dtype, device="meta")
+
+
 @dataclass(frozen=True)
 class PublicForm:
     """A form of models of the Hugging Face library."""
@@ -127,8 +144,10 @@ class PublicForm:
     """Whether the rotary embedding may rotate a part of each head."""
     without_rotary: dict[str, Any] | None = None
     """Their settings of the rotary embedding for none; None: each model has one."""
-    misnamed: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By letter, names of a block's weights in files as the library writes them, and those in public models."""
+    prefix: str = "model."
+    """Before all names of the library's model but the head's; old files leave it out."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Parts of names in files, and what the library's model has in their place."""
 
     @property
     def format(self) -> ForeignFormat:
@@ -142,32 +161,26 @@ class PublicForm:
             CheckpointError: a file is missing or damaged, or a setting is not supported.
             ConfigError: its sizes are inconsistent, or transformers is not installed.
         """
-        where, library = folder / CONFIG, transformers_library()
-        try:
-            stored, _ = library.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
-            settings = getattr(library, self.config_class).from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # the library has none of its own
-            raise CheckpointError(f"{where}: transformers rejects it: {first_line(error)}; correct it") from None
-        check_settings(stored, where)
-        config, files = self.our_settings(settings, where), weight_files(folder)
-        try:
-            model, found = getattr(library, self.model_class).from_pretrained(
-                None, config=settings, state_dict=_slices(files), dtype=torch.float32, output_loading_info=True
-            )
-        except Exception as error:
+        where, stored = folder / CONFIG, self._stored(folder)
+        theirs = self._read_config(folder)
+        layers = len({found[1] for name in stored if (found := LAYER.match(name))})
+        if layers != theirs.num_hidden_layers:  # before as many are built
             raise CheckpointError(
-                f"{folder}: transformers cannot read it: {first_line(error)}; copy it again"
-            ) from None
-        for problem in ("missing", "unexpected"):
-            if names := sorted(name for name in found[f"{problem}_keys"] if not name.endswith(CONSTANT)):
-                raise CheckpointError(f"{folder}: {problem} weights: {listed(names)}; copy it again")
-        if config.tied_head and not torch.equal(
-            model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        ):
+                f"{where}: its settings say {theirs.num_hidden_layers} layers, its weights {layers}; copy it again"
+            )
+        config, model = self.our_settings(theirs, where), self._build(theirs, folder)
+        expected = self.in_files(model, {name: one.on_meta for name, one in stored.items()})
+        found = {name: one for name, one in stored.items() if name in expected or not IGNORED.search(one.name)}
+        head = found.pop(HEAD, None) if config.tied_head else None
+        if config.tied_head:
+            del expected[HEAD]
+        check_weights(folder, expected, {name: one.on_meta for name, one in found.items()})
+        weights = self.our_weights(config, {name: one.weight for name, one in found.items()})
+        for name in weights:  # one after the other, so that few are in memory twice
+            weights[name] = weights[name].float()
+        if head and not torch.equal(head.weight[:].float(), weights["embedding.weight"]):
             raise CheckpointError(f"{folder}: {HEAD} differs from the token embedding; give a model with a tied head")
-        theirs = model.state_dict()
-        del model  # so that each weight is in memory once
-        return ForeignModel(config, self.our_weights(config, theirs))
+        return ForeignModel(config, weights)
 
     def write(
         self, folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer, *,
@@ -180,9 +193,9 @@ class PublicForm:
         Args:
             as_read: the settings are those of a folder that was read, and none changes. Else a model without rotary
                 embeddings gets at least UNLIMITED positions.
-            like: a folder of a model with the same tokenizer. Its other settings, the dtype of each weight, and its
-                files of tokenizer and generation are kept. If its model has more parts, the result is a copy of it with
-                this text part.
+            like: a folder of a model with the same tokenizer. Its other settings, the name and dtype of each weight,
+                and its files of tokenizer and generation are kept. If its model has more parts, the result is a copy of
+                it with this text part.
             card: the text of its README.md; empty: it has none.
 
         Raises:
@@ -190,25 +203,28 @@ class PublicForm:
             CheckpointError: the folder cannot be written.
             DataError: the tokenizer of `like` is another, or the sizes of its text part are.
         """
-        library = transformers_library()
         theirs = self.their_settings(config, tokenizer.eot, as_read=as_read, like=like)
-        with torch.device("meta"):
-            model = getattr(library, self.model_class)(theirs)
-        files, dtypes = ([], {}) if like is None else (_files_of_tokenizer(like, tokenizer), _dtypes(like))
-        found = self.their_weights(config, weights, model.state_dict(), dtypes, theirs.dtype or torch.float32)
+        files, kept = ([], {}) if like is None else (_files_of_tokenizer(like, tokenizer), self._stored(like))
+        model = self._build(theirs, folder)
+        dtypes = {name: x.dtype for name, one in kept.items() if (x := one.on_meta).is_floating_point()}
+        shapes = {name: one.shape for name, one in self.in_files(model).items()}
+        found = self.their_weights(config, weights, shapes, dtypes, theirs.dtype or torch.float32)
+        if HEAD in kept and config.tied_head:
+            found[HEAD] = found[EMBEDDING].clone()
         if copied := self._with_more_parts(like):
-            _check_shapes(copied, found)
-        model.load_state_dict(found, assign=True)
-        model.tie_weights()
+            _check_shapes(copied, found, kept)
+        named = {kept[name].name if name in kept else name: weight for name, weight in found.items()}
+        model.to(found[EMBEDDING].dtype)  # written to config.json
         try:
             temporary = make_temp_folder(folder)
             if copied:
-                _write_into_copy(temporary, copied, found, theirs)
+                _write_into_copy(temporary, copied, named, theirs)
             else:
-                stored = self._as_in_files(model, config)
-                model.save_pretrained(temporary, state_dict=stored, save_original_format=False)
-            if like is None and (saved := _their_tokenizer(tokenizer)):
-                saved.save_pretrained(temporary)
+                model.save_pretrained(temporary, state_dict=named, save_original_format=False)
+                for path in weight_files(temporary):
+                    usual_mode(path)
+            if like is None:
+                _write_tokenizer(temporary, tokenizer)
             for path in files:
                 shutil.copyfile(path, temporary / path.name)
             if card:
@@ -225,21 +241,25 @@ class PublicForm:
             CheckpointError: one is not supported.
             ConfigError: the sizes are inconsistent.
         """
-        rope = getattr(theirs, "rope_parameters", None) or {}
-        kind = rope.get("rope_type", "default")
-        supported = {**FIXED, **self.fixed, **(SCALED if kind == "llama3" else {"rope_type": "default"})}
+        rope: dict[str, Any] = getattr(theirs, "rope_parameters", None) or {}
+        kind, fraction = rope.get("rope_type", "default"), {} if self.partial_rotary else {"partial_rotary_factor": 1.0}
+        supported = {**FIXED, **self.fixed, **fraction, **(SCALED if kind == "llama3" else {"rope_type": "default"})}
         for name, value in supported.items():
-            if (given := rope.get(name, getattr(theirs, name, value))) != value:
-                raise CheckpointError(f"{where}: unsupported {name}: {given!r}; give a model with {value!r}")
+            for given in (rope.get(name, value), getattr(theirs, name, value)):
+                if given != value:
+                    raise CheckpointError(f"{where}: unsupported {name}: {given!r}; give a model with {value!r}")
         kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * theirs.num_hidden_layers
         if strange := set(kinds) - {kind for kind, letter in LETTERS.items() if letter in self.blocks}:
             raise CheckpointError(f"{where}: unsupported layer_types: {min(strange)!r}; give a model without them")
         letters = "".join(LETTERS[kind] for kind in kinds)
         flat = {**SETTINGS, **self.settings, "pattern": _shortest_pattern(letters)}
         flat |= {ours: getattr(theirs, name) for ours, name in self._sizes.items()}
-        theta, fraction = rope.get("rope_theta") or 0.0, rope.get("partial_rotary_factor", 1.0)
-        flat |= {"softmax.rope_theta": float(theta) if fraction else 0.0, "softmax.rotary_fraction": fraction or 1.0}
-        flat["softmax.rope_scaling_factor"] = float(rope["factor"]) if kind == "llama3" else 1.0
+        flat |= {"softmax.rope_theta": 0.0, "softmax.rope_scaling_factor": rope["factor"] if kind == "llama3" else 1.0}
+        if not self.without_rotary or any(rope.get(name) != value for name, value in self.without_rotary.items()):
+            if not (theta := rope.get("rope_theta")):
+                raise CheckpointError(f"{where}: unsupported rope_theta: {theta!r}; give a model with one above 0")
+            flat["softmax.rope_theta"] = theta
+            flat["softmax.rotary_fraction"] = rope.get("partial_rotary_factor", 1.0)
         return validate(ModelConfig, _nested(flat), str(where))
 
     def their_settings(self, config: ModelConfig, eot: int, *, as_read: bool = False, like: Path | None = None) -> Any:
@@ -247,8 +267,7 @@ class PublicForm:
         ours = self._ours(config)
         if not as_read and not config.softmax.rope_theta:
             ours["context_length"] = max(config.context_length, UNLIMITED)
-        config_class = getattr(transformers_library(), self.config_class)
-        settings = {} if like is None else config_class.from_pretrained(like, local_files_only=True).to_dict()
+        settings = {} if like is None else self._read_config(like).to_dict()
         ends = settings.get("eos_token_id")
         if eot not in (ends if isinstance(ends, list) else [ends]):
             settings |= {"bos_token_id": None, "eos_token_id": eot, "pad_token_id": None}
@@ -257,13 +276,14 @@ class PublicForm:
             settings["layer_types"] = [kinds[letter] for letter in config.letters]
         of_images = {name: x for name, x in (settings.get("rope_parameters") or {}).items() if name.startswith("mrope")}
         settings["rope_parameters"] = of_images | self._their_rotary(config)
+        config_class = getattr(transformers_library(), self.config_class)
         return config_class(**settings | {theirs: ours[name] for name, theirs in self._sizes.items()})
 
-    def our_weights(self, config: ModelConfig, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights by our names, from those of the library's model, which are removed from `theirs`."""
+    def our_weights(self, config: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The weights by our names, from those in files, each read once."""
         shapes, found = parameter_shapes(config), {}
         for ours, names, order in self._parameters(config):
-            joined = torch.cat([theirs.pop(name) for name in names]).reshape(shapes[ours])
+            joined = torch.cat([theirs[name][:] for name in names]).reshape(shapes[ours])
             found[ours] = joined if order is None else joined[order]
         return found
 
@@ -271,31 +291,56 @@ class PublicForm:
         self,
         config: ModelConfig,
         ours: Mapping[str, Tensor],
-        like: Mapping[str, Tensor],
+        shapes: Mapping[str, torch.Size],
         dtypes: Mapping[str, torch.dtype],
         usual: torch.dtype,
     ) -> dict[str, Tensor]:
-        """The weights by the names of the library's model, with shapes as in `like`, from ours, each read once.
+        """The weights of files from ours, each read once; without a tied head.
 
-        `dtypes` are by their names, `usual` that of the others.
+        `shapes` and `dtypes` are by their names, `usual` is the dtype of the others.
         """
         found: dict[str, Tensor] = {}
         for name, names, order in self._parameters(config):
             weight = ours[name] if order is None else ours[name][order.argsort()]
-            parts = weight.split([like[one].shape[0] for one in names])
+            parts = weight.split([shapes[one][0] for one in names])
             for one, part in zip(names, parts, strict=True):
-                found[one] = part.reshape(like[one].shape).to(dtypes.get(one, usual), copy=True)
-        return found | ({HEAD: found[EMBEDDING]} if config.tied_head else {})
+                found[one] = part.reshape(shapes[one]).to(dtypes.get(one, usual), copy=True)
+        return found
 
-    def _as_in_files(self, model: Any, config: ModelConfig) -> dict[str, Tensor]:
-        """The weights of the library's model by the names in files of public models, which servers read."""
-        from transformers.core_model_loading import revert_weight_conversion
+    def in_files(self, model: Any, stored: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The weights of a model of the library by their names in files, divided as those that are stored."""
+        return model.state_dict()
 
-        stored = revert_weight_conversion(model, model.state_dict())
-        for n, letter in enumerate(config.letters):
-            for wrong, right in self.misnamed.get(letter, {}).items():
-                stored[f"model.layers.{n}.{right}"] = stored.pop(f"model.layers.{n}.{wrong}")
+    def _read_config(self, folder: Path) -> Any:
+        """The configuration in a folder, as the library reads it. Raises CheckpointError."""
+        read_settings(folder)
+        with _explained(folder):
+            return getattr(transformers_library(), self.config_class).from_pretrained(folder, local_files_only=True)
+
+    def _build(self, theirs: Any, folder: Path) -> Any:
+        """The library's model, on the meta device. Raises CheckpointError."""
+        with _explained(folder), torch.device("meta"):
+            return getattr(transformers_library(), self.model_class)(theirs)
+
+    def _stored(self, folder: Path) -> dict[str, "_Stored"]:
+        """The weights in a folder by the library's names. Raises CheckpointError."""
+        stored: dict[str, _Stored] = {}
+        for path in weight_files(folder):
+            try:  # not mapped into memory: pages would stay
+                file = safe_open(path, framework="pt", backend="pread")
+            except SafetensorError as error:
+                raise CheckpointError(f"{path}: damaged: {first_line(error)}; copy it again") from None
+            for name in file.keys():  # noqa: SIM118, not a dict
+                if (theirs := self._their_name(name)) in stored:
+                    raise CheckpointError(f"{path}: {name} is in another file, too; remove the files of an older save")
+                stored[theirs] = _Stored(name, file.get_slice(name))
         return stored
+
+    def _their_name(self, name: str) -> str:
+        """The library's name of a weight in a file."""
+        for part, theirs in self.renamed.items():
+            name = name.replace(part, theirs)
+        return name if name.startswith((self.prefix, HEAD)) else self.prefix + name
 
     def _with_more_parts(self, like: Path | None) -> Path | None:
         """The folder `like` if its model has more parts."""
@@ -330,7 +375,7 @@ class PublicForm:
 
     def _their_rotary(self, config: ModelConfig) -> dict[str, Any]:
         own = config.softmax
-        rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": own.rope_theta}
+        rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": own.rope_theta or 10000.0}
         if not own.rope_theta:
             return rotary | (self.without_rotary or {})
         if own.rope_scaling_factor != 1:
@@ -360,6 +405,15 @@ class PublicForm:
         return [written, f"its ids are those of {path}", *stale.splitlines()[1:]]
 
 
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Errors of the library about a configuration, for which it has no class, become one line."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"{folder / CONFIG}: transformers rejects it: {first_line(error)}; correct it") from None
+
+
 def _check_supported(ours: Mapping[str, Any], supported: Mapping[str, Any], theirs: str) -> None:
     """Raises ConfigError with a line for each setting, by its dotted name, whose only value there is another."""
     differing = {name: value for name, value in supported.items() if ours[name] != value}
@@ -383,7 +437,8 @@ def read_their_tokenizer(folder: Path) -> HfTokenizer | None:
     if not path.is_file():
         return None
     settings = read_settings(folder)
-    eos = settings.get("eos_token_id", settings.get("text_config", {}).get("eos_token_id"))
+    text = settings.get("text_config")
+    eos = settings.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
     eos = eos[0] if isinstance(eos, list) and eos else eos
     transformers_library()  # with it come the tokenizers
     import tokenizers
@@ -397,17 +452,24 @@ def read_their_tokenizer(folder: Path) -> HfTokenizer | None:
     return hf_tokenizer(path, token, FORMS[-1])
 
 
-def _their_tokenizer(tokenizer: Tokenizer) -> Any:
-    """That of the library; None: there is none. Texts begin with the end-of-text token if they did in training."""
-    if not isinstance(tokenizer, HfTokenizer):
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write that of the library, if there is one. Texts begin with the end-of-text token if they did in training.
+
+    Tools that compute SentencePiece themselves read its own file.
+    """
+    if isinstance(tokenizer, HfTokenizer):
+        library = transformers_library()
+        import tokenizers
+
+        pipeline = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json)
+        fast = library.PreTrainedTokenizerFast(tokenizer_object=pipeline, eos_token=tokenizer.eot_token)
+        fast.save_pretrained(folder)
+    else:
         from tost_lm.interop.hf import fast_tokenizer
 
-        return fast_tokenizer(tokenizer)
-    library = transformers_library()
-    import tokenizers
-
-    pipeline = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json)
-    return library.PreTrainedTokenizerFast(tokenizer_object=pipeline, eos_token=tokenizer.eot_token)
+        if fast := fast_tokenizer(tokenizer):
+            fast.save_pretrained(folder)
+            (folder / tokenizer.file_name).write_bytes(tokenizer.model_bytes)
 
 
 def _files_of_tokenizer(like: Path, tokenizer: Tokenizer) -> list[Path]:
@@ -421,28 +483,9 @@ def _files_of_tokenizer(like: Path, tokenizer: Tokenizer) -> list[Path]:
     return sorted({path for pattern in KEPT_FILES for path in like.glob(pattern) if path.is_file()})
 
 
-def _slices(paths: list[Path]) -> dict[str, Any]:
-    """The weights in files, each read when it is indexed. The files are not mapped into memory: pages would stay."""
-    files = [safe_open(path, framework="pt", backend="pread") for path in paths]
-    return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
-
-
-def _dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """The dtypes of the weights in a folder, by their names there, which may not be those in the model."""
-    slices = _slices(weight_files(folder))
-    return {_in_text(name): DTYPES.get(one.get_dtype(), torch.float32) for name, one in slices.items()}
-
-
-def _in_text(name: str) -> str:
-    """The name of a weight in the model of the text part alone."""
-    return name.replace(TEXT_PART, "model.", 1) if name.startswith(TEXT_PART) else name
-
-
-def _check_shapes(like: Path, found: Mapping[str, Tensor]) -> None:
+def _check_shapes(like: Path, found: Mapping[str, Tensor], stored: Mapping[str, "_Stored"]) -> None:
     """Raises DataError: the text part of a folder has other weights."""
-    shapes = {_in_text(name): one.get_shape() for name, one in _slices(weight_files(like)).items()}
-    shapes.setdefault(HEAD, shapes.get(EMBEDDING))  # tied
-    if others := [name for name, weight in found.items() if shapes.get(name) != list(weight.shape)]:
+    if others := [name for name, x in found.items() if name not in stored or stored[name].on_meta.shape != x.shape]:
         raise DataError(
             f"convert.like {like}: its text part has other weights: {listed(others)}; give the folder that it came from"
         )
@@ -450,12 +493,12 @@ def _check_shapes(like: Path, found: Mapping[str, Tensor]) -> None:
 
 def _write_into_copy(folder: Path, like: Path, weights: Mapping[str, Tensor], settings: Any) -> None:
     """Copy a folder, with other weights of its text part. Settings that training changes are replaced."""
+    files = weight_files(like)
     for path in filter(Path.is_file, like.iterdir()):
-        if path.name != CARD:
+        if path in files:
+            write_tensors(folder / path.name, {name: weights.get(name, x) for name, x in load_file(path).items()})
+        elif path.name != CARD and path.suffix != files[0].suffix:
             shutil.copyfile(path, folder / path.name)
-    for path in weight_files(like):
-        stored = load_file(path)
-        save_file({name: weights.get(_in_text(name), x) for name, x in stored.items()}, folder / path.name, FORMAT)
     tree, changed = read_settings(like), settings.to_dict()
     tree["text_config"] |= {name: changed[name] for name in ("max_position_embeddings", "rope_parameters")}
     (folder / CONFIG).write_text(json.dumps(tree, indent=2) + "\n")
@@ -485,7 +528,7 @@ def _by_head(heads: int, sizes: list[int]) -> Tensor:
 
 def _shortest_pattern(letters: str) -> str:
     lengths = (n for n in range(1, len(letters) + 1) if letters[:n] * (len(letters) // n) == letters)
-    return letters[: next(lengths)]
+    return letters[: next(lengths, 0)]
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,6 @@ QWEN3_5 = PublicForm(
     },
     sizes={**DELTA_SIZES, "softmax.head_size": "head_dim", "delta.norm_epsilon": "rms_norm_eps"},
     settings={"norm": "rms-zero-centered", "softmax.qk_norm": True, "softmax.gate": True},
-    partial_rotary=True, without_rotary={"rope_theta": 10000.0, "partial_rotary_factor": 0.0},
+    partial_rotary=True, without_rotary={"partial_rotary_factor": 0.0}, renamed={"model.language_model.": "model."},
 )  # fmt: skip
 FORMAT = QWEN3_5.format

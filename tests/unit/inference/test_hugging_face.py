@@ -138,8 +138,8 @@ def test_an_incomplete_model_is_rejected(saved: Path, tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"copy: 1 weights of a causal language model are missing \(.*h\.1\.attn"):
         find_evaluated(tmp_path / "copy").load("cpu")
     (tmp_path / "copy/config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"copy: cannot be loaded \(.*\); give a causal"):
-        find_evaluated(tmp_path / "copy").load("cpu")
+    with pytest.raises(CheckpointError, match=r"copy/config\.json: damaged: not a JSON object; copy it again$"):
+        find_evaluated(tmp_path / "copy")
 
 
 @pytest.mark.parametrize(
@@ -163,14 +163,14 @@ def test_settings_that_load_code_are_refused_by_name(saved: Path, tmp_path: Path
     config.write_text(json.dumps(settings | setting))
     name = max(re.findall(r"\w+(?:implementation|quantization_config)|quantization_config", str(setting)), key=len)
     with pytest.raises(
-        CheckpointError, match=rf"^{config}: unsupported {name}, for which transformers loads code: .*; give"
+        CheckpointError, match=rf"^{config}: unsupported {name}, for which transformers loads code .*; giv"
     ):
-        find_evaluated(tmp_path / "copy").load("cpu")
+        find_evaluated(tmp_path / "copy")
     # The library reads such a file instead, if its version is in the list.
     (tmp_path / "copy/config.5.0.0.json").write_text(config.read_text())
     config.write_text(json.dumps(settings | {"configuration_files": ["config.5.0.0.json"]}))
-    with pytest.raises(CheckpointError, match=f"unsupported {name}"):
-        find_evaluated(tmp_path / "copy").load("cpu")
+    with pytest.raises(CheckpointError, match="unsupported configuration_files"):
+        find_evaluated(tmp_path / "copy")
 
 
 def test_code_in_a_folder_is_not_run_whatever_stdin_answers(

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import random
 import shutil
 import sys
@@ -32,6 +33,10 @@ from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.generation import generate_text
 from tost_lm.inference.hugging_face import HuggingFaceCheckpoint, find_evaluated
 from tost_lm.interop.hf import TostForCausalLM, export, fast_tokenizer
+from tost_lm.interop.llama import LLAMA
+from tost_lm.interop.olmo_hybrid import OLMO_HYBRID
+from tost_lm.interop.public_form import PublicForm
+from tost_lm.interop.qwen3 import QWEN3
 from tost_lm.interop.qwen3_5 import QWEN3_5
 from tost_lm.testing import FLOAT32_REORDERED, assert_close
 
@@ -42,11 +47,23 @@ ODD = [
 ]  # fmt: skip
 
 
-FORM: dict[str, Any] = {
-    **other_forms(), "pattern": "DA", "positions": "none", "layer_scale": 0.0, "bias": False,
-    "softmax": {"qk_norm": True, "gate": True, "rope_theta": 0.0},
+PLAIN = {**other_forms(), "positions": "none", "layer_scale": 0.0, "bias": False, "norm": "rms"}
+OF_HEADS = {"qk_norm": True, "rope_theta": 500.0}
+FORMS: dict[str, tuple[PublicForm, dict[str, Any]]] = {
+    "llama": (LLAMA, {**PLAIN, "pattern": "A", "softmax": {"rope_theta": 500.0}}),
+    "qwen3": (QWEN3, {**PLAIN, "pattern": "A", "softmax": OF_HEADS}),
+    "qwen3_5": (QWEN3_5, {
+        **PLAIN, "pattern": "DA", "norm": "rms-zero-centered", "softmax": {**OF_HEADS, "gate": True, "rope_theta": 0.0},
+    }),
+    "olmo_hybrid": (OLMO_HYBRID, {
+        **PLAIN, "pattern": "DA", "norm_after": "A", "softmax": {"qk_norm": "all-heads", "rope_theta": 0.0},
+    }),
 }  # fmt: skip
-"""A form of Qwen3.5."""
+
+
+def write(form: PublicForm, run: Path, folder: Path) -> None:
+    assert form.format.write is not None
+    form.format.write(folder, run, None)
 
 
 def drawn_texts() -> list[str]:
@@ -65,22 +82,53 @@ def tokens() -> torch.Tensor:
     return torch.randint(300, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.parametrize("name", FORMS)
 def test_a_model_in_a_public_form_is_written_with_its_tokenizer(
-    make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor
+    make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor, name: str
 ):
-    run, folder = make_export(**FORM), tmp_path / "theirs"
-    assert QWEN3_5.format.write is not None
-    QWEN3_5.format.write(folder, run, None)
+    form, settings = FORMS[name]
+    run, folder = make_export(**settings), tmp_path / "theirs"
+    write(form, run, folder)
     theirs, ours = AutoModelForCausalLM.from_pretrained(folder), tost_lm.load(run)
     with torch.no_grad(), run_in_torch(sys.modules[type(theirs).__module__], torch.float32):
         assert_close(ours(tokens).logits, theirs(tokens).logits, FLOAT32_REORDERED)
-    assert theirs.config.max_position_embeddings == 1 << 20
-    tokenizer = tost_lm.load_tokenizer(run)
-    assert AutoTokenizer.from_pretrained(folder)(PAGES)["input_ids"] == [tokenizer.eot, *tokenizer.encode(PAGES)]
+    limited = bool(ours.config.softmax.rope_theta)
+    assert theirs.config.max_position_embeddings == (ours.config.context_length if limited else 1 << 20)
+    tokenizer, their_tokenizer = tost_lm.load_tokenizer(run), AutoTokenizer.from_pretrained(folder)
+    for text in (PAGES, *ODD):
+        assert their_tokenizer(text)["input_ids"] == [tokenizer.eot, *tokenizer.encode(text)]
     assert theirs.generation_config.eos_token_id == tokenizer.eot
     card = (folder / "README.md").read_text()
     assert "in the format of transformers" in card
     assert "tost_lm.load" not in card
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_tools_with_their_own_sentencepiece_find_its_model_and_add_no_space(
+    make_export: Callable[..., Path], tmp_path: Path, tokenizer: Tokenizer, *, exported: bool
+):
+    """llama.cpp reads both, and adds a space where no file says otherwise."""
+    form, settings = FORMS["llama"]
+    run, folder = make_export(**settings), tmp_path / "theirs"
+    export(run, folder) if exported else write(form, run, folder)
+    assert (folder / "tokenizer.model").read_bytes() == tokenizer.model_bytes
+    assert json.loads((folder / "tokenizer_config.json").read_text())["add_prefix_space"] is False
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    assert model.encode("The lines of this page") == tokenizer.encode("The lines of this page")
+
+
+def test_every_written_file_can_be_read_as_its_folder(make_export: Callable[..., Path], tmp_path: Path):
+    before = os.umask(0o027)
+    try:
+        form, settings = FORMS["olmo_hybrid"]
+        run = make_export(**settings)
+        write(form, run, tmp_path / "theirs")
+        export(run, tmp_path / "exported")
+        TostForCausalLM.from_run(run).save_pretrained(tmp_path / "saved", max_shard_size="5KB")
+    finally:
+        os.umask(before)
+    for name in ("theirs", "exported", "saved"):
+        assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / name).iterdir()} == {"0o640"}, name
 
 
 def test_an_export_is_read_by_the_library_and_by_us(
@@ -159,6 +207,22 @@ def test_saved_weights_are_the_same_bits_in_one_file_or_in_several(
     assert (len(list((tmp_path / "saved").glob("*.safetensors"))) == 1) == (largest == "50GB")
     assert torch.equal(TostForCausalLM.from_pretrained(tmp_path / "saved")(tokens).logits, expected)
     assert torch.equal(tost_lm.load(tmp_path / "saved")(tokens).logits, expected)
+
+
+def test_weights_of_an_older_save_are_not_read(make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor):
+    saved: Any = TostForCausalLM.from_run(make_export())
+    saved.save_pretrained(tmp_path / "saved", max_shard_size="5KB")
+    (tmp_path / "saved/model.safetensors.index.json").unlink()
+    with torch.no_grad():
+        saved.model.embedding.weight += 1
+    saved.save_pretrained(tmp_path / "saved")
+    shutil.copyfile(tmp_path / "saved/model.safetensors", tmp_path / "saved/model_old.safetensors")
+    with torch.no_grad():
+        saved.model.embedding.weight += 1
+    saved.save_pretrained(tmp_path / "saved")
+    assert torch.equal(tost_lm.load(tmp_path / "saved")(tokens).logits, saved(tokens).logits)
+    with pytest.raises(CheckpointError, match=r"saved: weights of two models: model\.safetensors, and the files that"):
+        saved.save_pretrained(tmp_path / "saved", max_shard_size="5KB")
 
 
 @pytest.mark.parametrize("tied_head", [True, False])

@@ -33,7 +33,6 @@ from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, assert_close
 
 transformers = pytest.importorskip("transformers")
-
 WIDTH, VOCAB = 32, 64
 SCALED = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -107,7 +106,7 @@ def build_ours(kind: str, theirs: Any) -> TostLM:
     form = MODELS[kind][0]
     config = form.our_settings(theirs.config, Path("config.json"))
     model = TostLM(config).to(theirs.dtype).eval()
-    model.load_state_dict(form.our_weights(config, theirs.state_dict()))
+    model.load_state_dict(form.our_weights(config, form.in_files(theirs)))
     return model
 
 
@@ -163,14 +162,15 @@ def test_float32_is_as_accurate_as_that_of_transformers(kind: str):
     assert_as_accurate(ours, logits[torch.float32], logits[torch.float64], kind, 2)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_model_written_back_is_equal(tmp_path: Path, kind: str):
+@pytest.mark.parametrize(("kind", "published"), [*((kind, False) for kind in MODELS), ("OLMo-Hybrid", True)])
+def test_a_model_written_back_is_equal(tmp_path: Path, kind: str, *, published: bool):
     form, folder = MODELS[kind][0], tmp_path / "theirs"
     theirs = build_theirs(kind).to(torch.bfloat16)
     theirs.model.norm.float()
+    theirs.model.layers[0].post_attention_layernorm.float()
     theirs.config.eos_token_id = theirs.generation_config.eos_token_id = [byte_level().token_to_id(EOT), 5]
     theirs.save_pretrained(folder)
-    rename_as_public(folder / "model.safetensors")
+    write_weights(folder, form, theirs, published=published)
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token=EOT)
     wrapped.chat_template = "{{ messages }}"
     wrapped.save_pretrained(folder)
@@ -185,15 +185,28 @@ def test_a_model_written_back_is_equal(tmp_path: Path, kind: str):
     assert written == {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".safetensors"}
 
 
-def rename_as_public(path: Path) -> None:
-    """In public OLMo-Hybrid models, and in the server that reads them, norms of softmax layers have other names than
-    those of delta layers; `save_pretrained` of transformers 5.23 and 5.24 writes one name for both."""
-    stored = load_file(path)
-    for name in [name for name in stored if name.endswith("self_attn.o_proj.weight")]:
-        layer = name.removesuffix("self_attn.o_proj.weight")
-        if (wrong := f"{layer}feedforward_layer_norm.weight") in stored:
-            stored[f"{layer}post_attention_layernorm.weight"] = stored.pop(wrong)
-    save_file(stored, path, metadata={"format": "pt"})
+@pytest.mark.parametrize("kind", ["SmolLM2", "Qwen3.5", "OLMo-Hybrid, rotary, grouped heads"])
+def test_a_folder_of_the_library_is_read(tmp_path: Path, kind: str):
+    """Whatever names and divisions `save_pretrained` chooses."""
+    theirs = build_theirs(kind)
+    theirs.save_pretrained(tmp_path)
+    assert_equal_bits(MODELS[kind][0].read(tmp_path).weights, dict(build_ours(kind, theirs).state_dict()))
+
+
+PUBLISHED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+"""Names of a delta layer's norms in the library and in vLLM, and those in the first published OLMo-Hybrid."""
+
+
+def write_weights(folder: Path, form: PublicForm, theirs: Any, *, published: bool) -> None:
+    """Write weights as other tools read them. `save_pretrained` of transformers 5.23 and 5.24 renames norms of softmax
+    layers as those of delta layers, and divides convolutions in three equal parts."""
+    stored = {name: weight.contiguous() for name, weight in form.in_files(theirs).items()}
+    if theirs.config.tie_word_embeddings:
+        del stored["lm_head.weight"]
+    for n, kind in enumerate(theirs.config.layer_types if published else []):
+        for name, first in PUBLISHED.items() if kind == "linear_attention" else []:
+            stored[f"model.layers.{n}.{first}.weight"] = stored.pop(f"model.layers.{n}.{name}.weight")
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -287,10 +300,18 @@ def change(folder: Path, **settings: Any) -> None:
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, r"rope_type: 'linear'; give"),
         ({"hidden_size": "32"}, r"config\.json: transformers rejects it: .*hidden_size.*; correct it$"),
         ({"_attn_implementation": "publisher/kernel"}, r"unsupported _attn_implementation, for .*: publisher/kernel;"),
-        ({"layer_types": ["linear_attention"] * 4}, r"rejects it: .*; correct it$"),
-        ({"intermediate_size": 80}, r"transformers cannot read it: .*; copy it again$"),
-        ({"num_hidden_layers": 5, "layer_types": None}, r"missing weights: .* and 13 more; copy it again$"),
-        ({"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}, r"missing weights: .*; copy"),
+        ({"layer_types": ["linear_attention"] * 4}, r"rejects it: .*at least one attention layer; correct it$"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, r"`num_hidden_layers` \(4\) must be equal to the nu"),
+        ({"intermediate_size": 80}, r"gate_proj\.weight has shape \[256, 32\], its settings say \[80, 32\]; copy it "),
+        ({"num_hidden_layers": 5, "layer_types": None}, r"its settings say 5 layers, its weights 4; copy it again$"),
+        ({"num_hidden_layers": 10**9}, r"config\.json: unsupported num_hidden_layers: 1000000000; give a model with"),
+        ({"num_hidden_layers": -1}, r"config\.json: unsupported num_hidden_layers: -1; give a model with 0 to 10,000$"),
+        ({"rope_parameters": {"rope_theta": 0}}, r"unsupported rope_theta: 0; give a model with one above 0$"),
+        ({"rope_theta": 5.0, "partial_rotary_factor": 0.5}, r"partial_rotary_factor: 0\.5; give a model with 1\.0$"),
+        ({"per_layer_config": {"0": {"rms_norm_eps": 0.5}}}, r"is_heterogeneous: True; give a model with False$"),
+        ({"is_causal": False}, r"unsupported is_causal: False; give a model with True$"),
+        ({"transformers_weights": "a.safetensors"}, r"transformers_weights, for which .* files: a\.safetensors; give"),
+        ({"configuration_files": ["config.5.json"]}, r"configuration_files, for which .*: \['config\.5\.json'\]; give"),
     ],
 )  # fmt: skip
 def test_other_models_are_refused_in_one_line(tmp_path: Path, settings: dict[str, Any], problem: str):
@@ -305,10 +326,10 @@ def test_strange_and_damaged_weights_are_named(tmp_path: Path):
     build_theirs().save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     save_file(load_file(path) | {"model.strange.weight": torch.ones(2)}, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"unexpected weights: model\.strange\.weight; copy it again$"):
+    with pytest.raises(CheckpointError, match=r"unexpected weights: model\.strange\.weight; give a model without"):
         tost_lm.load(tmp_path)
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=r"transformers cannot read it: .*; copy it again$"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged: .*; copy it again$"):
         tost_lm.load(tmp_path)
     path.unlink()
     with pytest.raises(CheckpointError, match=r"no model\.safetensors; load the model in transformers and write it "):
@@ -341,6 +362,15 @@ def test_a_small_model_of_a_recipe_is_a_public_one(recipe: str, tmp_path: Path):
     theirs, tokens_BT = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new"), torch.arange(60)[None]
     with run_theirs("OLMo-Hybrid", torch.float32):
         assert_close(ours(tokens_BT).logits, theirs(tokens_BT).logits, FLOAT32_REORDERED)
+    written = load_file(tmp_path / "new/model.safetensors")
+    norms = [name for name in written if name.startswith("model.layers.0.") and "norm" in name]
+    assert sorted(norms) == [
+        f"model.layers.0.{name}.weight"
+        for name in ("input_layernorm", "linear_attn.o_norm", "post_attention_layernorm")
+    ]
+    for name in "qkv":
+        rows = [len(written[f"model.layers.0.linear_attn.{name}_{kind}.weight"]) for kind in ("proj", "conv1d")]
+        assert rows[0] == rows[1], name
 
 
 def batches() -> Tensor:

@@ -54,8 +54,10 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast | None:
         None for a tokenizer without an equivalent: a SentencePiece model that is not BPE with byte pieces, or that puts
         a space before a text. `tost prepare tokenizer` makes none of these.
     """
+    others: dict[str, Any] = {}
     if isinstance(tokenizer, SentencePieceTokenizer):
         pipeline, eot = _sentencepiece(tokenizer)
+        others["add_prefix_space"] = False  # of tools that compute SentencePiece themselves, as llama.cpp does
     elif isinstance(tokenizer, HfTokenizer):
         pipeline, eot = _plain(tokenizer), tokenizer.eot_token
     else:
@@ -66,7 +68,7 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast | None:
     return PreTrainedTokenizerFast(
         tokenizer_object=pipeline, bos_token=eot, eos_token=eot, pad_token=eot, add_bos_token=True, padding_side="left",
         split_special_tokens=True, clean_up_tokenization_spaces=False,
-        model_input_names=["input_ids", "attention_mask"],
+        model_input_names=["input_ids", "attention_mask"], **others,
     )  # fmt: skip
 
 

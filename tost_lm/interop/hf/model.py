@@ -22,7 +22,8 @@ from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import TOKENIZER_FILES, find_tokenizer, read_tokenizer
 from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.files import manifest_bytes, write_atomically
+from tost_lm.files import manifest_bytes, usual_mode, write_atomically
+from tost_lm.inference.foreign_folder import weight_files
 from tost_lm.interop.hf import modeling_tost
 from tost_lm.interop.hf.cache import TostCache, put_rows, select_rows
 from tost_lm.interop.hf.modeling_tost import CACHE, real_tokens
@@ -309,12 +310,14 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
                 shutil.copyfile(Path(__file__).with_name(MODELING), folder / MODELING)
             for name, text in plugin_files(self.model.config.pattern).items():
                 (folder / name).write_bytes(text)
+            for path in weight_files(folder):
+                usual_mode(path)
             seal(folder)
 
 
 def seal(folder: Path) -> None:
     """Write the manifest of the files that `tost_lm.load` needs."""
-    found = [*folder.glob("model*.safetensors"), *folder.glob("mixer_?.py")]
+    found = [*weight_files(folder), *folder.glob("mixer_?.py")]
     names = {"config.json", *TOKENIZER_FILES, *(path.name for path in found)}
     entries = {name: flush_and_hash(folder / name) for name in sorted(names) if (folder / name).is_file()}
     write_atomically(folder / MANIFEST, manifest_bytes({"format": FORMAT, "files": entries}))
