@@ -181,7 +181,7 @@ def test_a_step_of_two_micro_batches_waits_only_for_the_loss_and_the_gradient_no
 ):
     for of_rank in run_on_ranks(waits_of_steps, parallel.sequence, parallel, bfloat16):
         for waits in of_rank:
-            assert waits == {"step.py:mean_losses": 1, **of_the_norm}
+            assert waits == {"step.py:scalars": 1, **of_the_norm}
 
 
 def waits_with_the_throughput_timer() -> dict[str, int]:
@@ -192,7 +192,7 @@ def waits_with_the_throughput_timer() -> dict[str, int]:
 
 def test_synchronizations_by_deepspeed_are_recorded():
     (waits,) = run_on_ranks(waits_with_the_throughput_timer, 1)
-    assert waits == {"step.py:mean_losses": 1, **OF_THE_NORM, "timer.py:start": 2, "timer.py:stop": 2}
+    assert waits == {"step.py:scalars": 1, **OF_THE_NORM, "timer.py:start": 2, "timer.py:stop": 2}
 
 
 EMA = (CHECKOUT / "experiments/gated_ema.py").read_text()
