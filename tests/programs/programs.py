@@ -92,6 +92,7 @@ def _finished_here(program: str, words: Iterable[object], cwd: Path) -> tuple[in
     out, err = io.StringIO(), io.StringIO()
     with chdir(cwd), redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [*program.split(), *map(str, words)])
+        patch.setenv("PYTHONSAFEPATH", "1")  # `tost` sets it
         with pytest.raises(SystemExit) as ended:
             tost()
     return int(ended.value.code or 0), out.getvalue(), err.getvalue()
