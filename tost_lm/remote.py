@@ -432,12 +432,13 @@ def _open_system(url: Path) -> tuple[Any, str]:
     `url_to_fs` would split it at `::`.
     """
     from fsspec import filesystem
+    from fsspec.core import strip_protocol
 
     if "?versionId=" in str(url):
         raise StorageError(f"{url}: versions of objects are not supported; remove ?versionId= and what follows")
     options = {"auto_mkdir": True} if url.parts[0] == "file:" else {}
     system = filesystem(url.parts[0].rstrip(":"), use_listings_cache=False, **options)
-    return system, system._strip_protocol(str(url))
+    return system, strip_protocol(str(url))
 
 
 @contextmanager

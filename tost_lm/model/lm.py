@@ -136,8 +136,11 @@ class TostLM(nn.Module):
         if labels is not None:
             total, nats_BT, is_top_BT, z = self.head(x_BTC, embedding_VC, labels, self.z_loss)
             count = (labels != IGNORED_LABEL).sum() if label_count is None else label_count
-            loss, z = total / count, z / count
-            scalars = {"loss": loss.detach() - z, **({"z_loss": z} if self.z_loss else {})}
+            loss = total / count
+            scalars = {"loss": loss.detach()}
+            if self.z_loss:
+                z = z / count
+                scalars = {"loss": scalars["loss"] - z, "z_loss": z}
             scalars |= {name: total / count for name, total in info.reported.items()}
         new_state = None
         if isinstance(state, FixedState):

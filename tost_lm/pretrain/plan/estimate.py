@@ -14,7 +14,7 @@ from tost_lm.mixers.spec import BLOCK_LAUNCHES, COMPILED_BLOCK_LAUNCHES, PRODUCT
 from tost_lm.model.flops import block_matrices, flops_per_token, peak_flops
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, load_of
-from tost_lm.pretrain.plan.memory import logit_tiles, parameters_per_rank, reduces_at_end, stage_of, state_bytes
+from tost_lm.pretrain.plan.memory import logit_tiles, parameters_per_rank, reduces_at_end, state_bytes, zero_stage_of
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.plan.traffic import (
     TENSORS_PER_LAYER,
@@ -31,7 +31,7 @@ KERNEL_SECONDS = 2.3e-6
 EAGER, COMPILED = 0.55, 0.67
 """Fractions of a copy's bandwidth that operations between products, mixers and loss reach: the steps of tost-base with
 60 × 1,024 tokens."""
-MODEL_LAUNCHES = 23
+MODEL_LAUNCHES = 22
 """Operations outside the blocks for a tile of a micro-batch: embedding, last norm and loss."""
 UPDATE_LAUNCHES = 24
 """Operations after the last backward, of AdamW 4 (`tests/multiprocess/test_zero.py`)."""
@@ -101,7 +101,7 @@ def launches(config: PlanConfig) -> float:
 def sum_launches(config: PlanConfig) -> float:
     """Operations that add the gradients of a micro-batch to sums: at stage 1 in bfloat16 a cast and a sum of many at
     once (`tost_lm.parallel.zero_step`), at others of each parameter."""
-    if stage_of(config, config.cluster.ranks) == 1 and config.train.dtype == "bfloat16":
+    if zero_stage_of(config, config.cluster.ranks) == 1 and config.train.dtype == "bfloat16":
         return 2 * math.ceil(parameters_per_rank(config) / CAST_ELEMENTS)
     return 2 * TENSORS_PER_LAYER * config.model.layers
 
@@ -196,7 +196,7 @@ def gradient_bytes(config: PlanConfig) -> float:
     and in bfloat16 the copy of the weights 4 + e.
     """
     n, e, ranks = parameters_per_rank(config), ELEMENT_BYTES[config.train.dtype], config.cluster.ranks
-    stage, partition = stage_of(config, ranks), n * config.parallel.tensor / ranks
+    stage, partition = zero_stage_of(config, ranks), n * config.parallel.tensor / ranks
     summed = n if reduces_at_end(config, stage) else partition
     updated = 8 + 4 + e if e < 4 else 8
     return (4 + e + (config.micro_batches - 1) * (16 + e)) * n + 24 * summed + updated * (partition if stage else n)
@@ -205,4 +205,4 @@ def gradient_bytes(config: PlanConfig) -> float:
 def update_bytes(config: PlanConfig) -> float:
     """Bytes of a rank's update: it reads gradient, weight and state, and writes the last two."""
     n, tensor, ranks = parameters_per_rank(config), config.parallel.tensor, config.cluster.ranks
-    return (12 * n + 2 * state_bytes(config, n, tensor)) * (tensor / ranks if stage_of(config, ranks) else 1)
+    return (12 * n + 2 * state_bytes(config, n, tensor)) * (tensor / ranks if zero_stage_of(config, ranks) else 1)
