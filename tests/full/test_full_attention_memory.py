@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.measure import run_cell
 from tost_lm.config import validate
-from tost_lm.mixers.softmax.tiles import KeyValueTiles
+from tost_lm.mixers.state import SharedState
 from tost_lm.model import ModelConfig, TostLM
 
 MODEL = {"pattern": "DDDA", "layers": 4, "heads": 4, "width": 256, "vocab_size": 512, "positions": "none"}
@@ -17,7 +17,7 @@ def bytes_of_other_states(config: ModelConfig) -> int:
     """The states of the layers whose state has a constant size."""
     state = TostLM(config)(torch.zeros(1, 64, dtype=torch.int64), output_state="last").state
     assert state is not None
-    layers = [layer for layer in state.layers if not isinstance(layer, KeyValueTiles)]
+    layers = [layer for layer in state.layers if not isinstance(layer, SharedState)]
     return sum(x.untyped_storage().nbytes() for layer in layers for x in layer)
 
 

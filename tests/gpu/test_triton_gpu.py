@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 
 @pytest.fixture(params=[0, 1024], ids=["one kernel over all heads", "a program for each head"], autouse=True)
 def few_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tost_lm.mixers.tssa.triton.tiles.FEW_CHUNKS", request.param)
+    monkeypatch.setattr("tost_lm.mixers.tssa.triton.common.FEW_CHUNKS", request.param)
 
 
 @pytest.mark.parametrize("call", [*SHAPES.values(), *EXTREMES.values()])

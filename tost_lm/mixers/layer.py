@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from tost_lm.mixers.state import SharedState, mapped
 from tost_lm.ops.positions import SequenceInfo
 
 ROOM_TOKENS = 256
@@ -39,8 +40,8 @@ class TokenMixer(nn.Module):
 
     State: ClassVar[type[Any]]
     """A NamedTuple of tensors, [N, …]; its method `to_running_dtype` prepares it for any number of further tokens."""
-    TileState: ClassVar[type[Any] | None] = None
-    """The state between tiles of training, if it is of another type."""
+    TileState: ClassVar[type[SharedState] | None] = None
+    """The state between tiles of training, if it is shared."""
     OF_HEADS: ClassVar[tuple[str, ...]] = ()
     """Parameters with a row for each head, beside the projections."""
     FIXED_STATE: ClassVar[bool] = False
@@ -59,7 +60,7 @@ class TokenMixer(nn.Module):
 
     def fixed_state(self, state: Any, positions: Sequence[int]) -> Any:
         """A copy of a state after `positions` tokens of each row, which steps update in place."""
-        return type(state)(*(x.clone() for x in state))
+        return mapped(state, Tensor.clone)
 
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
         """Keep a rank's part of the heads; the projections and `OF_HEADS` are split by the caller.

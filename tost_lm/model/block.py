@@ -163,6 +163,10 @@ class LMState(NamedTuple):
     positions: tuple[int, ...]
     """Number of tokens so far, [N]; rows may differ."""
 
+    def map(self, change: Callable[[MixerState], MixerState]) -> "LMState":
+        """The states of all layers changed."""
+        return LMState(tuple(map(change, self.layers)), self.positions)
+
 
 @dataclass
 class FixedState:

@@ -129,8 +129,7 @@ def to_running_dtype(state: LMState | None) -> LMState | None:
     """The state with its sums in float64, for any number of further tokens; a cache of another library is unchanged."""
     if state is None:
         return None
-    layers = (layer.to_running_dtype() if hasattr(layer, "to_running_dtype") else layer for layer in state.layers)
-    return state._replace(layers=tuple(layers))
+    return state.map(lambda layer: layer.to_running_dtype() if hasattr(layer, "to_running_dtype") else layer)
 
 
 def _tiles(arrays: Iterable[Any], size: int, first: int) -> Iterator[Tensor]:

@@ -1,13 +1,12 @@
-"""Exact training tile by tile through all layers, in memory that does not grow with the length, except for keys and
-values of softmax layers without a window.
+"""Exact training tile by tile through all layers, in memory that does not grow with the length, except for states that
+do.
 
-The past of a layer is its state. That of a softmax layer is the keys and values in its window; without a window, those
-of all earlier tiles, which states share (`tost_lm.mixers.softmax.tiles`). A first pass computes only the states between
-tiles. A second pass goes from the last tile to the first. It computes each tile
-again from the state before it and runs its backward with the gradient of the state after it. That backward gives the
-gradient of the state before it, for the previous tile. So every tile but the last is computed twice. The gradients of
-weights are summed over tiles in float32 or wider. Autograd sees one function of the weights, so gradients are reduced
-over ranks once.
+The past of a layer is its state; the states of softmax layers without a window share the keys and values of all earlier
+tiles (`tost_lm.mixers.state`). A first pass computes only the states between tiles. A second pass goes from the last
+tile to the first. It computes each tile again from the state before it and runs its backward with the gradient of the
+state after it. That backward gives the gradient of the state before it, for the previous tile. So every tile but the
+last is computed twice. The gradients of weights are summed over tiles in float32 or wider. Autograd sees one function
+of the weights, so gradients are reduced over ranks once.
 
 Shape suffixes: B rows, T tokens of a row, L the row's tokens on this rank: its sequence shards of all tiles in order.
 """
@@ -22,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.softmax.tiles import KeyValueTiles
+from tost_lm.mixers.state import as_leaves, gradients, leaves, mapped
 from tost_lm.model.block import LMOutput, LMState
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
@@ -199,11 +198,11 @@ def _loss(model: TostLM, batches: Sequence[TileBatch], tiling: Tiling) -> tuple[
 
     def run(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
         # Separate leaves that share the weights' memory: gradient hooks of the weights see only the sum over tiles.
-        leaves = {name: weight.detach().requires_grad_() for name, weight in zip(names, weights, strict=True)}
+        detached = {name: weight.detach().requires_grad_() for name, weight in zip(names, weights, strict=True)}
         sums: dict[str, Tensor] = {}
-        for name, leaf in leaves.items():
+        for name, leaf in detached.items():
             leaf.register_post_accumulate_grad_hook(partial(_accumulate, sums, name))
-        call = lambda *arguments, **options: functional_call(model, leaves, arguments, options)
+        call = lambda *arguments, **options: functional_call(model, detached, arguments, options)
         of_tiles = _losses_of_tiles(call, batches, tiling.states_on_host)
         loss, *others = torch.stack([torch.stack([*of_tile.values()]) for of_tile in of_tiles]).sum(0)
         scalars.update(zip([*of_tiles[0]][1:], others, strict=True))
@@ -234,9 +233,11 @@ def _losses_of_tiles(call: Call, batches: Sequence[TileBatch], states_on_host: b
     states = _states_before(call, batches, states_on_host)
     losses, d_after = [], None
     for batch, next_batch in reversed(list(_with_next(batches))):
-        before = _leaf_state(states.pop(), batch.tokens_BL.device)
+        before, device = states.pop(), batch.tokens_BL.device
+        if before is not None:
+            before = before.map(partial(as_leaves, device=device))
         losses.append(_forward_and_backward(call, batch, before, next_batch, d_after))
-        d_after = _gradients(before) if before else None
+        d_after = [d for layer in before.layers for d in gradients(layer)] if before else None
     return losses
 
 
@@ -245,9 +246,7 @@ def _states_before(call: Call, batches: Sequence[TileBatch], on_host: bool) -> l
     state = None
     for batch, next_batch in list(_with_next(batches))[:-1]:
         state = _forward(call, batch, state, next_batch, with_labels=False).state
-        states.append(
-            _map_state(state, lambda keys: keys.change(Tensor.cpu), Tensor.cpu) if state and on_host else state
-        )
+        states.append(state.map(partial(mapped, change=Tensor.cpu)) if state and on_host else state)
     return states
 
 
@@ -262,13 +261,14 @@ def _forward_and_backward(
     with torch.enable_grad():
         output = _forward(call, batch, before, next_batch)
     assert output.loss is not None
-    roots, gradients = [output.loss], [torch.ones_like(output.loss)]
+    roots, d_roots = [output.loss], [torch.ones_like(output.loss)]
     if d_after is not None and output.state is not None:
-        for statistic, d in zip(_statistics(output.state), d_after, strict=True):
+        after = [x for layer in output.state.layers for x in leaves(layer)]
+        for x, d in zip(after, d_after, strict=True):
             if d is not None:  # None: keys and values outside the window of every later token of this rank
-                roots.append(statistic)
-                gradients.append(d.to(statistic.device))  # that of an offloaded growing state is on the host
-    torch.autograd.backward(roots, gradients)
+                roots.append(x)
+                d_roots.append(d.to(x.device))  # that of an offloaded shared state is on the host
+    torch.autograd.backward(roots, d_roots)
     return {"minimized": output.loss.detach(), **output.scalars}
 
 
@@ -283,39 +283,6 @@ def _accumulate(sums: dict[str, Tensor], name: str, leaf: Tensor) -> None:
 
 def _with_next(batches: Sequence[TileBatch]) -> Iterator[tuple[TileBatch, TileBatch | None]]:
     return zip(batches, [*batches[1:], None], strict=True)
-
-
-def _map_state(
-    state: LMState, of_growing: Callable[[KeyValueTiles], KeyValueTiles], of_tensor: Callable[[Tensor], Tensor]
-) -> LMState:
-    def of_layer(layer: Any) -> Any:
-        return of_growing(layer) if isinstance(layer, KeyValueTiles) else type(layer)(*map(of_tensor, layer))
-
-    return LMState(tuple(map(of_layer, state.layers)), state.positions)
-
-
-def _leaf_state(state: LMState | None, device: torch.device) -> LMState | None:
-    """The state on the device, as leaves that receive gradients. A growing state stays where it is."""
-
-    def leaf(x: Tensor) -> Tensor:
-        return x.to(device).detach().requires_grad_(x.is_floating_point())
-
-    return state and _map_state(state, KeyValueTiles.collect_gradients, leaf)
-
-
-def _statistics(state: LMState) -> list[Tensor]:
-    """The floating-point tensors of a state, which have gradients; of keys and values those of the last tile."""
-    tensors = (layer.statistics if isinstance(layer, KeyValueTiles) else layer for layer in state.layers)
-    return [x for of_layer in tensors for x in of_layer if x.is_floating_point()]
-
-
-def _gradients(state: LMState) -> list[Tensor | None]:
-    """Those of `_statistics`, of a state of leaves."""
-    found: list[Tensor | None] = []
-    for layer in state.layers:
-        growing = isinstance(layer, KeyValueTiles)
-        found += layer.gradients if growing else [x.grad for x in layer if x.is_floating_point()]
-    return found
 
 
 def _no_logits() -> Tensor:

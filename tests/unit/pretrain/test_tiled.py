@@ -1,6 +1,8 @@
 """Training in tiles against whole rows, on one rank; tests/multiprocess/test_tiled_on_ranks.py has several ranks."""
 
+from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +10,8 @@ import pytest
 import torch
 from other_forms import other_forms
 
+from tost_lm.mixers.plugins import run_plugin
+from tost_lm.mixers.registry import SPECS
 from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
@@ -93,6 +97,21 @@ def test_other_models(settings):
         assert_as_whole(build(**settings), tile_tokens)
 
 
+@pytest.fixture
+def windowless() -> Iterator[None]:
+    run_plugin(Path(__file__).with_name("windowless.py"))
+    yield
+    del SPECS["W"]
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.usefixtures("windowless")
+def test_a_plugin_whose_state_grows(checkpointing):
+    model = apply_activation_checkpointing(build("WT"), activation_checkpointing=checkpointing)
+    for tile_tokens in (4, 11):
+        assert_as_whole(model, tile_tokens)
+
+
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("settings", [{"activation_checkpointing": "full"}, {"mlp_tile_tokens": 3}])
 def test_activation_checkpointing_within_a_tile(settings, window):
@@ -126,7 +145,7 @@ def test_tiles_share_keys_and_values():
     with torch.no_grad():
         for part in tokens.split(5, 1):
             state = model(part, state=state, output_state="last").state
-            kept.append([tile.kv_BGtE for tile in state.layers[0].tiles])
+            kept.append([tile.x for tile in state.layers[0].tiles])
     for earlier, later in pairwise(kept):
         assert len(later) == len(earlier) + 1
         assert all(a is b for a, b in zip(earlier, later, strict=False))

@@ -1,6 +1,5 @@
 """The model's state as a cache of the Hugging Face library."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -8,6 +7,7 @@ from torch.nn.functional import pad
 
 from tost_lm.interop.hf.modeling_tost import TostCache as CacheOfPublishedForm
 from tost_lm.mixers.softmax.cache import KeyValueState
+from tost_lm.mixers.state import mapped
 from tost_lm.model.block import LMState
 
 
@@ -43,7 +43,8 @@ def select_rows(state: LMState, rows: Tensor) -> LMState:
     """The rows at `rows`, int64 [n]."""
     equal = len(set(state.positions)) == 1  # avoids a copy from the device
     positions = state.positions[:1] * len(rows) if equal else tuple(state.positions[row] for row in rows.tolist())
-    return LMState(_each(lambda x_N: x_N.index_select(0, rows.to(x_N.device)), state), positions)
+    selected = state.map(lambda layer: mapped(layer, lambda x_N: x_N.index_select(0, rows.to(x_N.device))))
+    return selected._replace(positions=positions)
 
 
 def put_rows(state: LMState | None, rows: Tensor, new: LMState, count: int) -> LMState:
@@ -52,17 +53,13 @@ def put_rows(state: LMState | None, rows: Tensor, new: LMState, count: int) -> L
     for row, position in zip(rows.tolist(), new.positions, strict=True):
         positions[row] = position
     if state is None:
-        state = LMState(_each(lambda x_N: x_N.new_zeros(count, *x_N.shape[1:]), new), ())
+        state = new.map(lambda layer: mapped(layer, lambda x_N: x_N.new_zeros(count, *x_N.shape[1:])))
     layers = []
     for old_layer, new_layer in zip(state.layers, new.layers, strict=True):
         old_layer, new_layer = _pad_keys(old_layer, new_layer)
         pairs = zip(old_layer, new_layer, strict=True)
         layers.append(type(new_layer)(*(old_N.index_copy(0, rows, new_N) for old_N, new_N in pairs)))
     return LMState(tuple(layers), tuple(positions))
-
-
-def _each(change: Callable[[Tensor], Tensor], state: LMState) -> tuple[Any, ...]:
-    return tuple(type(layer)(*map(change, layer)) for layer in state.layers)
 
 
 def _pad_keys(*layers: Any) -> list[Any]:

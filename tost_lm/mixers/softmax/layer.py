@@ -21,8 +21,8 @@ from tost_lm.mixers.softmax.cache import (
     last,
     last_of_both,
 )
+from tost_lm.mixers.softmax.earlier_tiles import KeyValueTiles, attend_tile
 from tost_lm.mixers.softmax.settings import SoftmaxShape, SoftmaxSizes
-from tost_lm.mixers.softmax.tiles import KeyValueTiles, attend_tile
 from tost_lm.ops.norms import ZeroCenteredRmsNorm
 from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
 from tost_lm.ops.registered import Registered

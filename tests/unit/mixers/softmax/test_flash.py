@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tost_lm.config import validate
-from tost_lm.mixers.softmax import attention, tiles
+from tost_lm.mixers.softmax import attention, earlier_tiles
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.pretrain.tiled import tiled_loss
 
@@ -76,7 +76,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Where]]:
         return dq, dk, dv
 
     monkeypatch.setattr(attention, "flash_runs", lambda _: True)
-    monkeypatch.setattr(tiles, "flash_runs", lambda _: True)
+    monkeypatch.setattr(earlier_tiles, "flash_runs", lambda _: True)
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from tost_lm.mixers.tssa import triton as phases
 from tost_lm.mixers.tssa.phases import Inputs, Stored
-from tost_lm.mixers.tssa.triton import tiles
+from tost_lm.mixers.tssa.triton import common
 from tost_lm.ops import cross_entropy_triton
 from tost_lm.ops.layout import document_layout
 
@@ -39,9 +39,9 @@ def compile_only(kernel, *args, grid, warmup, **options):
         code = printed(knobs.nvidia.nvdisasm.path, "-c")
     instructions = None
     if options.get("FULL"):
-        groups, tokens = options.get("GROUPS", 1), tiles.TOKENS.value
+        groups, tokens = options.get("GROUPS", 1), common.TOKENS.value
         channels = options["G_"] * options["D_"] * groups / (32 * options["num_warps"])
-        instructions = executed_instructions(code, tokens // tiles.STEP.value, groups) / tokens / channels
+        instructions = executed_instructions(code, tokens // common.STEP.value, groups) / tokens / channels
     kernels.append(
         {
             "kernel": kernel.__name__,
@@ -85,8 +85,8 @@ def call_every_phase(dtype: torch.dtype, H: int, D: int, has_bias: bool, ends: l
     inputs = Inputs(w, layout, torch.zeros(H, dtype=dtype), bias_BHT)
     stored = Stored(pi_MH, sums_KHD, sums_KHD, sums_KH)
     phases.energy(inputs)
-    long = document_layout((0, (tiles.NARROW[0] + 1) * tiles.TOKENS.value), tiles.TOKENS.value, cpu)
-    tiles.sums(torch.zeros(len(long.start_K), H, D), long)
+    long = document_layout((0, (common.NARROW[0] + 1) * common.TOKENS.value), common.TOKENS.value, cpu)
+    common.sums(torch.zeros(len(long.start_K), H, D), long)
     phases.memberships(inputs, sums_KHD)
     phases.output(inputs, stored)
     phases.output_backward(w, inputs, stored)
@@ -113,6 +113,6 @@ if __name__ == "__main__":
         call_loss(getattr(torch, sys.argv[2]), int(sys.argv[3]))
     else:
         dtype, H, D, bias, few_chunks, ends = sys.argv[1:]
-        tiles.FEW_CHUNKS = int(few_chunks)
+        common.FEW_CHUNKS = int(few_chunks)
         call_every_phase(getattr(torch, dtype), int(H), int(D), bias == "bias", [int(end) for end in ends.split(",")])
     print(json.dumps([kernel for i, kernel in enumerate(kernels) if kernel not in kernels[:i]]))

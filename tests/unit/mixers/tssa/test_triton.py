@@ -21,8 +21,8 @@ from tost_lm.ops.layout import document_layout
 from tost_lm.testing import assert_as_accurate
 
 pytest.importorskip("triton")
-from tost_lm.mixers.tssa.triton import backward, forward, tiles
-from tost_lm.mixers.tssa.triton.tiles import sums
+from tost_lm.mixers.tssa.triton import backward, common, forward
+from tost_lm.mixers.tssa.triton.common import sums
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TIERS = {
@@ -38,7 +38,7 @@ def test_outputs_states_and_gradients_are_the_formulas(shape: str):
 
 @pytest.mark.parametrize("shape", [pytest.param("rows and a bias for each", marks=pytest.mark.slow), "five heads"])
 def test_one_kernel_over_all_heads_as_in_long_calls(shape: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tost_lm.mixers.tssa.triton.tiles.FEW_CHUNKS", 0)
+    monkeypatch.setattr("tost_lm.mixers.tssa.triton.common.FEW_CHUNKS", 0)
     assert_is_the_formulas(SHAPES[shape], DEVICE)
 
 
@@ -51,7 +51,7 @@ def test_float32_is_stable_when_first_tokens_are_small(scale: str):
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has the instruction itself")
 def test_the_approximate_reciprocal_of_gpus_is_accurate_enough(monkeypatch: pytest.MonkeyPatch):
     """Its error is at most one unit in the last place (PTX ISA, `rcp.approx.ftz.f32`). Here each has all of it."""
-    for module in (tiles, forward, backward):
+    for module in (common, forward, backward):
         monkeypatch.setattr(module, "reciprocal", lambda x: (1 / x) * (1 + 2**-23))
     for call in (SHAPES["five heads"], SMALL_FIRST_TOKENS["1e-3"]):
         assert_is_stable(call, DEVICE)

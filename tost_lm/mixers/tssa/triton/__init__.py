@@ -29,8 +29,8 @@ In bfloat16 that is 9C + 8H bytes forward and 15.75C + 20H backward.
 """
 
 from tost_lm.mixers.tssa.triton.backward import energy_backward, memberships_backward, output_backward
+from tost_lm.mixers.tssa.triton.common import chunk_tokens
 from tost_lm.mixers.tssa.triton.forward import energy, memberships, output
-from tost_lm.mixers.tssa.triton.tiles import chunk_tokens
 
 __all__ = [
     "chunk_tokens",

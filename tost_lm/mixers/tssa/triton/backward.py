@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tost_lm.mixers.tssa.phases import Inputs, Stored, Sums
-from tost_lm.mixers.tssa.triton.forward import new_sums
-from tost_lm.mixers.tssa.triton.tiles import (
+from tost_lm.mixers.tssa.triton.common import (
     ENERGY_FLOOR,
     RUN_TIME,
     STEP,
@@ -31,6 +30,7 @@ from tost_lm.mixers.tssa.triton.tiles import (
     sum_of_thread,
     sums,
 )
+from tost_lm.mixers.tssa.triton.forward import new_sums
 from tost_lm.ops.triton_tokens import MASS_FLOOR, chunk_and_part, load_token, reciprocal, store_token, tokens_of_chunk
 
 CHANNELS = tl.constexpr(2)

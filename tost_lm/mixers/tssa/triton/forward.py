@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tost_lm.mixers.tssa.phases import Inputs, Stored, Sums
-from tost_lm.mixers.tssa.triton.tiles import (
+from tost_lm.mixers.tssa.triton.common import (
     RUN_TIME,
     STEP,
     heads_of_group,

@@ -12,7 +12,7 @@ Shapes: B rows, H heads of queries, G heads of keys and values, T tokens of a ti
 D channels a head, E = 2·D.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from tost_lm.mixers.softmax.attention import attend_packed, attend_rows, flash_offsets, flash_runs
 from tost_lm.mixers.softmax.cache import halves
+from tost_lm.mixers.state import SharedState, TileTensor
 from tost_lm.ops.layout import SequenceShard
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.precision import statistics_dtype
@@ -35,53 +36,20 @@ from tost_lm.torch_internals import (
 
 
 @dataclass
-class TileKeys:
-    """Keys and values of a document's tokens in one tile, side by side. States of later tiles share it."""
+class TileKeys(TileTensor):
+    """Keys and values of a document's tokens on this rank in one tile, [B, G, t, E] side by side."""
 
-    kv_BGtE: Tensor
-    """Those of this rank's tokens, on the device or in host memory."""
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...] = ()
     """Tokens of the document on each sequence rank."""
-    gradient: Tensor | None = None
-    """The sum over later tiles so far, in the statistics dtype and beside `kv_BGtE`; None: not wanted."""
 
-    def read(self, shard: SequenceShard | None, device: torch.device) -> Tensor:
+    def of_all_ranks(self, shard: SequenceShard | None, device: torch.device) -> Tensor:
         """Those of all ranks, on the device. Activation checkpointing does not keep what was received."""
-        kv_BGtE = self.kv_BGtE.to(device)
-        return kv_BGtE if shard is None else shard.gather(kv_BGtE, self.lengths, keep=False)
+        x_BGtE = self.x.to(device)
+        return x_BGtE if shard is None else shard.gather(x_BGtE, self.lengths, keep=False)
 
 
-class KeyValueTiles:
-    """The state of a softmax layer without a window between tiles: the keys and values of the document so far.
-
-    States of later tiles share those of earlier ones, and the backward of each tile adds to their gradients.
-    """
-
-    def __init__(self, tiles: tuple[TileKeys, ...]):
-        self.tiles = tiles
-
-    @property
-    def statistics(self) -> list[Tensor]:
-        """What the last tile added."""
-        return [self.tiles[-1].kv_BGtE]
-
-    @property
-    def gradients(self) -> list[Tensor | None]:
-        """The gradients of `statistics`."""
-        last = self.tiles[-1]
-        return [None if last.gradient is None else last.gradient.to(last.kv_BGtE.dtype)]
-
-    def change(self, change: Callable[[Tensor], Tensor]) -> "KeyValueTiles":
-        """Apply a function to what the last tile added, for all states that share it."""
-        self.tiles[-1].kv_BGtE = change(self.tiles[-1].kv_BGtE)
-        return self
-
-    def collect_gradients(self) -> "KeyValueTiles":
-        """Begin sums of the gradients that later tiles add to."""
-        for tile in self.tiles:
-            if tile.gradient is None:
-                tile.gradient = torch.zeros_like(tile.kv_BGtE, dtype=statistics_dtype(tile.kv_BGtE))
-        return self
+class KeyValueTiles(SharedState[TileKeys]):
+    """The state of a softmax layer without a window between tiles: the keys and values of the document so far."""
 
 
 def attend_tile(
@@ -127,7 +95,9 @@ def _next_state(kv_BGTE: Tensor, state: KeyValueTiles | None, info: SequenceInfo
         lengths = tuple(max(0, end - max(start, begin)) for start, end in zip(starts, ends, strict=True))
     here = lengths[info.shard.split.rank if info.shard else 0]
     others = kv_BGTE.shape[2] - here
-    added = TileKeys(kv_BGTE[:, :, others:].clone() if others else kv_BGTE, lengths)  # frees the memory of others
+    added = TileKeys(
+        kv_BGTE[:, :, others:].clone() if others else kv_BGTE, lengths=lengths
+    )  # frees the memory of others
     return KeyValueTiles((*(state.tiles if state is not None and not begin else ()), added))
 
 
@@ -168,10 +138,10 @@ class _WithEarlierTiles(torch.autograd.Function):
         for tile in ctx.tiles:
             if tile.gradient is None:
                 if ctx.shard is not None or q.shape[2]:
-                    of_part(tile.read(ctx.shard, q.device), False)
+                    of_part(tile.of_all_ranks(ctx.shard, q.device), False)
                 continue
             with torch.enable_grad():
-                leaf = tile.kv_BGtE.detach().to(q.device).requires_grad_()
+                leaf = tile.x.detach().to(q.device).requires_grad_()
                 part = leaf if ctx.shard is None else ctx.shard.gather(leaf, tile.lengths, keep=False)
             d_part = of_part(part.detach(), False)
             d_own = d_part if ctx.shard is None else torch.autograd.grad(part, leaf, d_part)[0]
@@ -186,7 +156,7 @@ def _parts(
     """Keys and values that are attended to, and whether causally: else by every query."""
     yield from _parts_here(q, kv)
     for tile in tiles:
-        yield tile.read(shard, q.device), False
+        yield tile.of_all_ranks(shard, q.device), False
 
 
 def _parts_here(q: Tensor, kv: Tensor) -> Iterator[tuple[Tensor, bool]]:
