@@ -29,9 +29,10 @@ from tost_lm.parallel.mesh import Mesh, World, build_mesh, max_over_ranks, prefe
 from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.parallel.watchdog import Heartbeat, watch_ranks
 from tost_lm.parallel.zero import draw_weights
+from tost_lm.pretrain.batches import tiling_of
 from tost_lm.pretrain.engine import build_training_engine
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.pretrain.step import tiling_of, train_step
+from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import Tiling
 
 ONE_RANK: dict[str, dict[str, int]] = {"one rank": {}}

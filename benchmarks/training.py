@@ -35,7 +35,8 @@ from benchmarks import measure
 from benchmarks.engine import engine_of
 from benchmarks.measure import CHECKOUT, interleaved_seconds
 from benchmarks.plain import plain_loop, plain_loss
-from tost_lm.config import Section, run_program, validate
+from tost_lm.command_line import run_program
+from tost_lm.config import Section, validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig
 from tost_lm.model.lm import TostLM
@@ -244,7 +245,7 @@ def engine_run(device: str, model: dict[str, Any], tokens: int, steps: int) -> d
         config = validate(PretrainConfig, tree, "benchmarks.training")
         clock = _Clock()
         with clock.reading():
-            train.train(config, find_start(config), GracefulStop())
+            train.train(find_start(config), GracefulStop())
         newest = max(Path("runs/bench/checkpoints").glob("step_*"))
         size = sum(file.stat().st_size for file in newest.iterdir())
     return {**clock.figures(), "checkpoint_bytes": size}
@@ -265,7 +266,7 @@ class _Clock:
             (train, "train_step", "step"),
             (Checksums, "before_update", "before"),
             (Checksums, "after_update", "after"),
-            (train.Launch, "save", "save"),
+            (train.Trainer, "save", "save"),
         ]
         originals = [getattr(owner, name) for owner, name, _ in phases]
         for (owner, name, phase), original in zip(phases, originals, strict=True):

@@ -30,7 +30,7 @@ from tost_lm.errors import CheckpointError
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.engine import build_writer
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.pretrain.start import StartPoint
+from tost_lm.pretrain.stage_run import StageRun
 from tost_lm.testing import run_on_ranks
 
 RUN = Path("runs/r")
@@ -79,7 +79,7 @@ class Training:
         self.progress = restore(self.engine, at) if at else Progress(0, 0, stages=(recorded(config),))
         self.optimizer = trainee.optimizer
         self.writer = build_writer(
-            self.engine, config, StartPoint(config.in_stages()[0], trainee.corpora, ()), lambda: None
+            self.engine, StageRun(config, config.in_stages()[0], trainee.corpora, ()), lambda: None
         )
         self.curve: Curve = []
 

@@ -58,8 +58,9 @@ def _execute_rank(config: PlanConfig, number: int) -> Executed:
     from tost_lm.data.prefetch import MicroBatch
     from tost_lm.parallel.mesh import build_mesh
     from tost_lm.parallel.zero import own_state
+    from tost_lm.pretrain.batches import tiling_of
     from tost_lm.pretrain.engine import build_training_engine
-    from tost_lm.pretrain.step import tiling_of, train_step
+    from tost_lm.pretrain.step import train_step
     from tost_lm.pretrain.tiled import tile
 
     def micro_batches(tokens: int) -> list[MicroBatch]:

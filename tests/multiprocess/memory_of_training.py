@@ -13,9 +13,10 @@ from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.parallel.mesh import Mesh, build_mesh, start_world
 from tost_lm.parallel.zero import draw_weights
+from tost_lm.pretrain.batches import tiling_of
 from tost_lm.pretrain.engine import build_training_engine
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.pretrain.step import tiling_of, train_step
+from tost_lm.pretrain.step import train_step
 from tost_lm.testing import Traffic
 
 Settings = dict[str, dict[str, Any]]

@@ -19,8 +19,9 @@ from tost_lm.model.lm import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel import zero
 from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.pretrain.batches import build_batches, tiling_of
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.pretrain.step import build_batches, tiling_of, train_step
+from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.validation import Validation
 from tost_lm.testing import FLOAT32_REORDERED, assert_close, run_on_ranks
 

@@ -17,9 +17,10 @@ from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.parallel import zero
 from tost_lm.parallel.mesh import build_mesh, start_world
+from tost_lm.pretrain.batches import build_batches, tiling_of
 from tost_lm.pretrain.engine import build_training_engine
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.pretrain.step import build_batches, tiling_of, train_step
+from tost_lm.pretrain.step import train_step
 
 Tensors = dict[str, Tensor]
 

@@ -17,19 +17,19 @@ from tost_lm.optim.settings import OptimConfig, steps_before_decay, warmup_steps
 from tost_lm.pretrain.settings import CARRIED_OUT, PretrainConfig, Stage
 
 
-def record_of(stage: Stage, corpora: Corpora, given: PretrainConfig) -> StageRecord:
-    """The record of a stage that starts. `given` are its settings as the user gave them, perhaps with a warm-up that it
+def record_of(stage: Stage, corpora: Corpora, given: Stage) -> StageRecord:
+    """The record of a stage that starts. `given` has its settings as the user gave them, perhaps with a warm-up that it
     does not have."""
     config = stage.config
     return StageRecord(
         stage.name,
-        config.first_step,
+        stage.first_step,
         corpora.sources,
         config.train.seq_len,
         config.data.packing,
         config.train.global_batch_size,
-        warmup_steps(config.optim, config.schedule_steps),
-        config.schedule_from,
+        warmup_steps(config.optim, stage.schedule_steps),
+        stage.schedule_from,
         settings=settings_of(given),
     )
 
@@ -50,7 +50,7 @@ def require_same_kind(
 def require_unchanged(stage: Stage, records: Sequence[StageRecord], run_folder: Path, *, is_first: bool) -> None:
     """Raises ConfigError unless a stage that has ended is as it was."""
     record = [one for one in records if one.first_step < stage.config.train.steps][-1]
-    changed = changes(record.settings, stage.config) + _other_start(stage, records, is_first=is_first)
+    changed = changes(record.settings, stage) + _other_start(stage, records, is_first=is_first)
     if changed:
         raise ConfigError(
             f"{run_folder}: stage {stage.name} has ended; undo the change, or branch from a checkpoint: run.name=NEW "
@@ -60,9 +60,9 @@ def require_unchanged(stage: Stage, records: Sequence[StageRecord], run_folder: 
 
 def _other_start(stage: Stage, records: Sequence[StageRecord], *, is_first: bool) -> list[str]:
     """A line if a stage of [[stages]] did not begin where it says; an appended one may have followed."""
-    if is_first or any(record.first_step == stage.config.first_step for record in records):
+    if is_first or any(record.first_step == stage.first_step for record in records):
         return []
-    return [f"from_step of stage {stage.name}: {records[-1].first_step} → {stage.config.first_step}"]
+    return [f"from_step of stage {stage.name}: {records[-1].first_step} → {stage.first_step}"]
 
 
 def as_recorded(
@@ -78,10 +78,10 @@ def as_recorded(
             a stage with the new settings begins instead.
     """
     record = records[-1]
-    here = stage.config.from_step(record.first_step, record.schedule_from)
-    if record.first_step != stage.config.first_step or (is_first and record.first_step):
+    here = stage._replace(first_step=record.first_step, schedule_from=record.schedule_from)
+    if record.first_step != stage.first_step or (is_first and record.first_step):
         here = _with_warmup(here, record.warmup_steps)
-    changed = changes(record.settings, stage.config) + _other_start(stage, records, is_first=is_first)
+    changed = changes(record.settings, stage) + _other_start(stage, records, is_first=is_first)
     append = stage.config.run.on_config_change == "stage"
     try:
         if changed:
@@ -91,7 +91,7 @@ def as_recorded(
         if not append:
             raise
         return appended(stage, record, step), True
-    return stage._replace(config=here), False
+    return here, False
 
 
 def appended(stage: Stage, before: StageRecord, step: int, name: str = "") -> Stage:
@@ -106,8 +106,8 @@ def appended(stage: Stage, before: StageRecord, step: int, name: str = "") -> St
             f"stage {name}: is after step {step}, and train.steps is {config.train.steps}; set more steps"
         )
     _require_same_optimizer(config, before, name)
-    config = _with_warmup(config, config.optim.warmup_steps or 0 if _asks_for_warmup(config, before) else 0)
-    return stage._replace(name=name, config=config.from_step(step))
+    warmup = config.optim.warmup_steps or 0 if _asks_for_warmup(config, before) else 0
+    return _with_warmup(stage, warmup)._replace(name=name, first_step=step, schedule_from=step)
 
 
 def rewound(stage: Stage, before: StageRecord, step: int) -> Stage:
@@ -118,10 +118,12 @@ def rewound(stage: Stage, before: StageRecord, step: int) -> Stage:
     """
     name = f"rewound-to-{step}"
     _require_same_optimizer(stage.config, before, name)
-    here = _with_warmup(stage.config.from_step(step, before.schedule_from), before.warmup_steps)
-    if _asks_for_warmup(stage.config, before) or _schedule_of(before) != _schedule(here.optim, here.schedule_steps):
+    here = _with_warmup(stage, before.warmup_steps)
+    here = here._replace(name=name, first_step=step, schedule_from=before.schedule_from)
+    goes_on = _schedule_of(before) == _schedule(here.config.optim, here.schedule_steps)
+    if _asks_for_warmup(stage.config, before) or not goes_on:
         return appended(stage, before, step, name)
-    return stage._replace(name=name, config=here)
+    return here
 
 
 def _require_same_optimizer(config: PretrainConfig, before: StageRecord, name: str) -> None:
@@ -133,22 +135,23 @@ def _asks_for_warmup(config: PretrainConfig, before: StageRecord) -> bool:
     return config.optim.warmup_steps not in (None, before.settings["optim"]["warmup_steps"])
 
 
-def _with_warmup(config: PretrainConfig, steps: int) -> PretrainConfig:
-    return config.model_copy(update={"optim": config.optim.model_copy(update={"warmup_steps": steps})})
+def _with_warmup(stage: Stage, steps: int) -> Stage:
+    optim = stage.config.optim.model_copy(update={"warmup_steps": steps})
+    return stage._replace(config=stage.config.model_copy(update={"optim": optim}))
 
 
-def settings_of(config: PretrainConfig) -> dict[str, Any]:
+def settings_of(stage: Stage) -> dict[str, Any]:
     """The settings that identify what is trained, as a record has them."""
-    return config.what_is_trained().model_dump(mode="json", exclude={"model": {"plugins"}})
+    return stage.what_is_trained().model_dump(mode="json", exclude={"model": {"plugins"}})
 
 
-def changes(recorded: dict[str, Any], new: PretrainConfig) -> list[str]:
+def changes(recorded: dict[str, Any], new: Stage) -> list[str]:
     """A line for each setting that identifies what is trained, beside those that may change with equal rates so far."""
     lines = _lines(recorded, new)
     return lines if {line.partition(":")[0] for line in lines} - MAY_CHANGE else []
 
 
-def _lines(recorded: dict[str, Any], new: PretrainConfig) -> list[str]:
+def _lines(recorded: dict[str, Any], new: Stage) -> list[str]:
     known, ours = dict(leaves(recorded)), dict(leaves(settings_of(new)))
     # An earlier version had no such setting; it trained as the default value does.
     defaults = {path: default_of(PretrainConfig, path) for path in ours.keys() - known.keys()}
@@ -196,10 +199,10 @@ def _in_use(model: ModelConfig) -> ModelConfig:
     return validate(ModelConfig, {**model.in_use(), "context_length": 1}, "model")
 
 
-def _require_same_rates(record: StageRecord, new: PretrainConfig, step: int, run_folder: Path) -> None:
+def _require_same_rates(record: StageRecord, new: Stage, step: int, run_folder: Path) -> None:
     """Raises ConfigError unless a stage has the learning rates of its record in the run's first `step` steps."""
-    first, old, old_steps = record.schedule_from, *_optim_of(record)
-    if _schedule_of(record) == _schedule(new.optim, new.schedule_steps):
+    first, optim, old, old_steps = record.schedule_from, new.config.optim, *_optim_of(record)
+    if _schedule_of(record) == _schedule(optim, new.schedule_steps):
         return
     what = f"{run_folder}: {', '.join(_lines(record.settings, new))}"
     stable = first + steps_before_decay(old, old_steps)
@@ -209,16 +212,16 @@ def _require_same_rates(record: StageRecord, new: PretrainConfig, step: int, run
             f"and the checkpoint is after step {step}; undo the change, or go on as one more stage: "
             "run.on_config_change=stage"
         )
-    was, now = record.warmup_steps, warmup_steps(new.optim, new.schedule_steps)
+    was, now = record.warmup_steps, warmup_steps(optim, new.schedule_steps)
     if was != now:
         raise ConfigError(f"{what}: the warm-up would have {now} steps in place of {was}; set optim.warmup_steps={was}")
-    stable = first + steps_before_decay(new.optim, new.schedule_steps)
+    stable = first + steps_before_decay(optim, new.schedule_steps)
     if step > stable:
-        fix = f"set train.steps to at least {step + new.train.steps - stable}"
-        if new.optim.schedule in ("cosine", "linear"):
+        fix = f"set train.steps to at least {step + new.config.train.steps - stable}"
+        if optim.schedule in ("cosine", "linear"):
             fix = "set optim.schedule to wsd or constant"
         raise ConfigError(
-            f"{what}: optim.schedule {new.optim.schedule} would decay or end after step {stable}, and the checkpoint "
+            f"{what}: optim.schedule {optim.schedule} would decay or end after step {stable}, and the checkpoint "
             f"is after step {step}; {fix}"
         )
 

@@ -21,7 +21,7 @@ from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.zero import allocate_for_engine, build_engine
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.pretrain.start import StartPoint
+from tost_lm.pretrain.stage_run import StageRun
 from tost_lm.pretrain.tiled import TiledLM
 
 
@@ -95,24 +95,20 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
 
 def build_writer(
     engine: Any,
-    run: PretrainConfig,
-    start: StartPoint,
+    start: StageRun,
     check_folder: Callable[[], None],
     first_step: int = 0,
     uploads: Uploads | None = None,
 ) -> CheckpointWriter:
     """The writer of a run's checkpoints; all ranks call it together. The run starts after `first_step` steps.
 
-    Args:
-        run: all settings of the run, for the record.
-
     Raises:
         CheckpointError: the disk is too small for the run; on rank 0.
     """
-    config = start.stage.config
+    config = start.config
     card = partial(model_card, run=config.run_folder)
-    files = RunFiles(config.run_folder, check_folder, to_toml(run), start.corpora.tokenizer(), card, uploads)
+    files = RunFiles(config.run_folder, check_folder, to_toml(start.run), start.corpora.tokenizer(), card, uploads)
     writer = CheckpointWriter(engine, files, config.checkpoint, config.run.timeouts)
-    last = run.in_stages()[-1].config.last_step
+    last = start.run.in_stages()[-1].config.last_step
     writer.require_disk_space(first_step, last, keeps_best=config.validation.interval is not None)
     return writer

@@ -13,7 +13,8 @@ from tost_lm.parallel.mesh import World
 from tost_lm.parallel.watchdog import Heartbeat
 from tost_lm.pretrain.metrics import Metrics, NullMetrics, write_run_folder
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.pretrain.start import StartPoint, require_same_checkpoints
+from tost_lm.pretrain.stage_run import StageRun
+from tost_lm.pretrain.start import require_same_checkpoints
 from tost_lm.pretrain.tiled import Tiling
 
 NEXT_STAGE = "next stage"
@@ -21,28 +22,28 @@ NEXT_STAGE = "next stage"
 
 
 def open_folder(
-    run: PretrainConfig, start: StartPoint, progress: Progress, world: World, heartbeat: Heartbeat, tiling: Tiling
+    start: StageRun, progress: Progress, world: World, heartbeat: Heartbeat, tiling: Tiling
 ) -> Metrics | NullMetrics:
-    """On rank 0, prepare the run folder and log the first lines. `run`: all settings of the run."""
+    """On rank 0, prepare the run folder and log the first lines."""
     if world.rank > 0:
         return NullMetrics()
-    config = start.stage.config
-    require_same_checkpoints(config, start)
+    config, stage = start.config, start.stage
+    require_same_checkpoints(start)
     _set_aside(config, start)
-    write_run_folder(run, world.size, world.device.type)
+    write_run_folder(start.run, world.size, world.device.type)
     if world.device.type == "cuda":
         (config.run_folder / FLIGHT_RECORDER).mkdir(exist_ok=True)  # NCCL writes there and does not create it
     shutil.rmtree(heartbeat.folder, ignore_errors=True)  # of an earlier launch, perhaps with more ranks
     branch = _branch(start)
-    rewound = {"rewound_from": start.records[-1].rewound_from} if start.abandoned else {}
+    rewound = {"rewound_from": start.record.rewound_from} if start.abandoned else {}
     metrics = Metrics(config, progress, world.size, world.device, branch)
-    if progress.step == config.first_step and not branch and len(progress.stages) > 1:
-        metrics.event(progress.step, "stage", name=start.stage.name, **rewound)
+    if progress.step == stage.first_step and not branch and len(progress.stages) > 1:
+        metrics.event(progress.step, "stage", name=stage.name, **rewound)
     metrics.log(_opening_line(config, world, start, tiling))
-    warmup = warmup_steps(config.optim, config.schedule_steps)
-    if warmup >= config.schedule_steps:
+    warmup = warmup_steps(config.optim, stage.schedule_steps)
+    if warmup >= stage.schedule_steps:
         metrics.log(
-            f"warning: optim.warmup_steps {warmup} is not less than the steps, {config.schedule_steps}: the rate never "
+            f"warning: optim.warmup_steps {warmup} is not less than the steps, {stage.schedule_steps}: the rate never "
             "reaches optim.lr; lower optim.warmup_steps or leave it out"
         )
     if start.initial_weights and not branch:
@@ -51,7 +52,7 @@ def open_folder(
     return metrics
 
 
-def _set_aside(config: PretrainConfig, start: StartPoint) -> None:
+def _set_aside(config: PretrainConfig, start: StageRun) -> None:
     """At a rewind, move the checkpoints after its step into a folder of the run, and copy the records there."""
     if not start.abandoned:
         return
@@ -60,13 +61,13 @@ def _set_aside(config: PretrainConfig, start: StartPoint) -> None:
     for rows in config.run_folder.glob("*.jsonl"):
         shutil.copy(rows, folder)
     if config.upload_folder:
-        set_aside(config.upload_folder, start.records[-1].first_step, config.upload_folder / "rewound" / folder.name)
+        set_aside(config.upload_folder, start.record.first_step, config.upload_folder / "rewound" / folder.name)
     for checkpoint in start.abandoned:
         checkpoint.rename(folder / checkpoint.name)
     print(f"moved the checkpoints after {start.resume_from}, and copied the records, to {folder}", flush=True)
 
 
-def _branch(start: StartPoint) -> dict[str, Any] | None:
+def _branch(start: StageRun) -> dict[str, Any] | None:
     """The record of a launch that starts a branch; None: it does not."""
     folder, sha256, point = start.initial_weights or (None, "", None)
     if point is None:
@@ -104,7 +105,7 @@ def log_end(
     metrics.close()
 
 
-def _opening_line(config: PretrainConfig, world: World, start: StartPoint, tiling: Tiling) -> str:
+def _opening_line(config: PretrainConfig, world: World, start: StageRun, tiling: Tiling) -> str:
     how = f"with the weights of {start.weights_from}" if start.weights_from else "from the start"
     if branch := _branch(start):
         how = f"branching from {branch['folder']}, data {branch['data']}"

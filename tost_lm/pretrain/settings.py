@@ -6,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, model_validator
 
 from tost_lm.checkpointing.format import Progress, read_model_config
 from tost_lm.checkpointing.run_folder import find_checkpoint, step_of
@@ -56,8 +56,6 @@ class PretrainConfig(Section):
     run: RunConfig
     stages: list[StageConfig] = Field(default_factory=list)
     """Later stages of the run, in order."""
-    _first_step: int = PrivateAttr(default=0)
-    _schedule_from: int = PrivateAttr(default=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -92,19 +90,11 @@ class PretrainConfig(Section):
             ConfigError: the settings of a stage are invalid, or it does not follow the stage before it.
         """
         branch = step_of(self.train.branch_from or Path()) or 0
-        found = [Stage("start", self.model_copy(update={"stages": []}).from_step(branch), is_last=not self.stages)]
+        found = [Stage("start", self.model_copy(update={"stages": []}), branch, branch, is_last=not self.stages)]
         for stage in self.stages:
             found[-1], following = found[-1].followed_by(stage)
             found.append(following._replace(is_last=stage is self.stages[-1]))
         return found
-
-    def from_step(self, step: int, schedule_from: int | None = None) -> "PretrainConfig":
-        """These settings, for a stage that starts after `step` steps of the run, and its schedule there or after
-        `schedule_from` steps."""
-        copy = self.model_copy()
-        copy._first_step = step
-        copy._schedule_from = step if schedule_from is None else schedule_from
-        return copy
 
     def _obstacles_of_model(self) -> Iterator[str | None]:
         """Problems of the model and its optimizer with their batches and ranks; None: there is none of a kind."""
@@ -183,26 +173,6 @@ class PretrainConfig(Section):
         return min(self.row_tokens, tile) if isinstance(tile, int) else self.row_tokens
 
     @property
-    def first_step(self) -> int:
-        """Steps of the run before this stage."""
-        return self._first_step
-
-    @property
-    def own_steps(self) -> int:
-        """Steps of this stage."""
-        return self.train.steps - self._first_step
-
-    @property
-    def schedule_from(self) -> int:
-        """Steps of the run before the schedule of this stage."""
-        return self._schedule_from
-
-    @property
-    def schedule_steps(self) -> int:
-        """Steps of the schedule of this stage."""
-        return self.train.steps - self._schedule_from
-
-    @property
     def last_step(self) -> int:
         """The last step of this launch."""
         return min(self.train.steps, self.run.stop_at_step or self.train.steps)
@@ -210,16 +180,6 @@ class PretrainConfig(Section):
     def stops_early(self, progress: Progress) -> bool:
         """Whether `validation.stop_after` has ended the run."""
         return 0 < (self.validation.stop_after or 0) <= progress.validations_since_lowest
-
-    def what_is_trained(self) -> "PretrainConfig":
-        """The settings that identify a run; all others have default values."""
-        skipped = [(a, b) for a, b in self.data.skip_steps if b > self.first_step and a <= self.train.steps]
-        data = self.data.model_copy(update={"workers": 1, "skip_steps": skipped})
-        optim = self.optim.model_copy(update={"warmup_steps": warmup_steps(self.optim, self.schedule_steps)})
-        train = self.train.model_copy(update={"micro_batch_size": 1, "rewind": None})
-        # Initial weights may raise the context. Plugins are compared by the hashes of their texts.
-        model = self.model.model_copy(update={"context_length": self.train.seq_len, "plugins": []})
-        return self.model_copy(update={**CARRIED_OUT, "model": model, "data": data, "optim": optim, "train": train})
 
     def with_context_of(self, weights: ModelConfig) -> "PretrainConfig":
         """The settings for a model that continues from these weights: it was trained on their context length, too."""
@@ -257,21 +217,44 @@ class Stage(NamedTuple):
     name: str
     config: PretrainConfig
     """All its settings; train.steps is its last step, counted over the run."""
+    first_step: int
+    """Steps of the run before it."""
+    schedule_from: int
+    """Steps of the run before its schedule."""
     is_last: bool = False
+
+    @property
+    def steps(self) -> int:
+        return self.config.train.steps - self.first_step
+
+    @property
+    def schedule_steps(self) -> int:
+        return self.config.train.steps - self.schedule_from
+
+    def what_is_trained(self) -> PretrainConfig:
+        """The settings that identify a run; all others have default values."""
+        config, last = self.config, self.config.train.steps
+        skipped = [(a, b) for a, b in config.data.skip_steps if b > self.first_step and a <= last]
+        data = config.data.model_copy(update={"workers": 1, "skip_steps": skipped})
+        optim = config.optim.model_copy(update={"warmup_steps": warmup_steps(config.optim, self.schedule_steps)})
+        train = config.train.model_copy(update={"micro_batch_size": 1, "rewind": None})
+        # Initial weights may raise the context. Plugins are compared by the hashes of their texts.
+        model = config.model.model_copy(update={"context_length": config.train.seq_len, "plugins": []})
+        return config.model_copy(update={**CARRIED_OUT, "model": model, "data": data, "optim": optim, "train": train})
 
     def followed_by(self, changes: StageConfig) -> "tuple[Stage, Stage]":
         """This stage, which ends where the next one starts, and the next one. Raises ConfigError as `in_stages`."""
         what, last = f"stage {changes.name}", self.config.train.steps
         first = last if changes.from_step is None else changes.from_step
-        if first <= self.config.first_step and self.config.train.branch_from:
+        if first <= self.first_step and self.config.train.branch_from:
             raise ConfigError(
-                f"{what}: from_step {first}: train.branch_from is after step {self.config.first_step}; remove the stage, "
+                f"{what}: from_step {first}: train.branch_from is after step {self.first_step}; remove the stage, "
                 "whose settings the branch does not have, or start it later"
             )
-        if not self.config.first_step < first <= last:
+        if not self.first_step < first <= last:
             raise ConfigError(
                 f"{what}: from_step {first}: the stage before it, {self.name}, has steps "
-                f"{self.config.first_step + 1} to {last}; set a step after its first, up to {last}"
+                f"{self.first_step + 1} to {last}; set a step after its first, up to {last}"
             )
         here = self.config.train.model_copy(update={"steps": first})
         tree = self.config.model_dump(mode="json", exclude={"model": {"plugins"}, "stages": True})
@@ -282,12 +265,13 @@ class Stage(NamedTuple):
             length = {name: value for name, value in tree["train"].items() if name != "steps"}
             steps = first + validate(TrainConfig, {**length, "tokens": changes.tokens}, what).steps
             tree["train"]["steps"] = steps
-        config = validate(type(self.config), tree, what).from_step(first)
+        config = validate(type(self.config), tree, what)
         if config.train.steps <= first:
             raise ConfigError(f"{what}: it has no steps after step {first}; set its tokens or a larger train.steps")
-        if obstacle := obstacle_to_schedule(config.optim, config.schedule_steps):
+        if obstacle := obstacle_to_schedule(config.optim, config.train.steps - first):
             raise ConfigError(f"{what}: {obstacle}")
-        return Stage(self.name, self.config.model_copy(update={"train": here})), Stage(changes.name, config)
+        ended = self._replace(config=self.config.model_copy(update={"train": here}))
+        return ended, Stage(changes.name, config, first, first)
 
 
 def _with_model_of_weights(values: dict[str, Any]) -> dict[str, Any]:

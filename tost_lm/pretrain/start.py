@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tost_lm.checkpointing.format import (
     MANIFEST,
@@ -26,7 +26,7 @@ from tost_lm.checkpointing.reading import load_weights, restore
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, HEARTBEATS, find_checkpoint, step_folders, step_of
 from tost_lm.config import leaves, load_config
 from tost_lm.data.loader import Corpora
-from tost_lm.data.stages import StageRecord, StageSource
+from tost_lm.data.stages import StageSource
 from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, TostError
 from tost_lm.files import sha256_file
@@ -48,52 +48,13 @@ from tost_lm.pretrain.changes import (
     rewound,
     settings_of,
 )
-from tost_lm.pretrain.settings import PretrainConfig, Stage
+from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.pretrain.stage_run import InitialWeights, StageRun
 from tost_lm.remote import RemotePath, local_copy
-
-
-class InitialWeights(NamedTuple):
-    """A checkpoint folder."""
-
-    folder: Path
-    manifest_sha256: str
-    """Identifies the weights, because the manifest has a hash of each file."""
-    progress: Progress | None = None
-    """Where a branch continues; None: the run starts at step 0 with a new optimizer."""
 
 
 class OtherStageError(Exception):
     """The launch has to begin again, in the processes of another stage."""
-
-
-class StartPoint(NamedTuple):
-    """The start of a launch: a checkpoint, initial weights or neither."""
-
-    stage: Stage
-    """The stage that the launch trains."""
-    corpora: Corpora
-    """Its data."""
-    records: tuple[StageRecord, ...]
-    """The stages of the run so far, that one at the end."""
-    resume_from: Path | None = None
-    """The newest valid checkpoint; None: the run starts from step 0."""
-    checkpoints: tuple[Path, ...] = ()
-    """The checkpoints that the folder had when this was determined."""
-    initial_weights: InitialWeights | None = None
-    """Initial weights of a run that starts from step 0; None: they are drawn at random."""
-
-    @property
-    def abandoned(self) -> tuple[Path, ...]:
-        """The checkpoints that a rewind leaves."""
-        if self.resume_from is None or self.records[-1].rewound_from is None:
-            return ()
-        begins = step_of(self.resume_from) == self.records[-1].first_step
-        return tuple(folder for folder in self.checkpoints if begins and folder.name > self.resume_from.name)
-
-    @property
-    def weights_from(self) -> Path | None:
-        """The checkpoint that has the first weights of the launch; None: they are drawn at random."""
-        return self.resume_from or (self.initial_weights and self.initial_weights.folder)
 
 
 def find_start(
@@ -103,7 +64,7 @@ def find_start(
     damaged: Mapping[Path, str] | None = None,
     hash_shards: bool = False,
     open_corpora: Callable[[Mapping[Path, float]], Corpora] = Corpora.open,
-) -> StartPoint:
+) -> StageRun:
     """Determine what a launch starts from; nothing is changed.
 
     Args:
@@ -122,14 +83,14 @@ def find_start(
             raise CheckpointError((damaged or {})[folder])
         verify_checkpoint(folder, hash_shards=hash_shards)
 
-    def from_step_0() -> StartPoint:
+    def from_step_0() -> StageRun:
         if config.train.rewind is not None:
             raise ConfigError(f"train.rewind {config.train.rewind}: {config.run_folder} has no checkpoint; remove it")
         stage, *later = config.in_stages()
         corpora = open_corpora(stage.config.data.folders)
         require_same_kind(later, stage.config.model, corpora.tokenizer().sha256, open_corpora)
-        start = StartPoint(stage, corpora, (record_of(stage, corpora, stage.config),))
-        return _with_initial_weights(config, start, warn, verify)
+        start = StageRun(config, stage, corpora, (record_of(stage, corpora, stage),))
+        return _with_initial_weights(start, warn, verify)
 
     folder = config.run_folder
     if not (folder / SETTINGS).exists():
@@ -139,7 +100,7 @@ def find_start(
     checkpoints = tuple(step_folders(folder))
     if not checkpoints:
         recorded = load_config(PretrainConfig, folder / SETTINGS).in_stages()[0]
-        if changed := changes(settings_of(recorded.config), config.in_stages()[0].config):
+        if changed := changes(settings_of(recorded), config.in_stages()[0]):
             raise other_settings(folder, changed)
         return from_step_0()
     newest = find_checkpoint(folder, warn, verify)
@@ -174,13 +135,13 @@ def _resumed(
     checkpoint: Path,
     rewound_from: int | None,
     open_corpora: Callable[[Mapping[Path, float]], Corpora],
-) -> StartPoint:
+) -> StageRun:
     """The start at a checkpoint of the run, in the stage that its next step is in, or at a rewind in one of its own."""
     progress, stages, run_folder = Progress.read(checkpoint), config.in_stages(), config.run_folder
     step, records = progress.step, progress.stages
-    current = max(number for number, one in enumerate(stages) if number == 0 or one.config.first_step <= step)
+    current = max(number for number, one in enumerate(stages) if number == 0 or one.first_step <= step)
     given = stage = stages[current]
-    begins = current > 0 and stage.config.first_step == step
+    begins = current > 0 and stage.first_step == step
     for number, finished in enumerate(stages[:current]):
         require_unchanged(finished, records, run_folder, is_first=number == 0)
     if rewound_from is not None and not begins:
@@ -194,25 +155,23 @@ def _resumed(
         other = _identities(records[-1].sources) != _identities(corpora.sources)
         if other and config.run.on_config_change == "stage":
             stage = appended(given, records[-1], step)
-            return StartPoint(stage, corpora, (*records, record_of(stage, corpora, given.config)))
+            return StageRun(config, stage, corpora, (*records, record_of(stage, corpora, given)))
         if other:
             raise CheckpointError(
                 f"{checkpoint}: was trained on other shards than those in "
                 f"{', '.join(map(str, stage.config.data.folders))}; choose another run.name"
             )
-        record = replace(records[-1], sources=corpora.sources, settings=settings_of(given.config))  # perhaps more steps
-        return StartPoint(stage, corpora, (*records[:-1], record))
-    record = replace(record_of(stage, corpora, given.config), rewound_from=rewound_from)
-    return StartPoint(stage, corpora, (*records, record))
+        record = replace(records[-1], sources=corpora.sources, settings=settings_of(given))  # perhaps more steps
+        return StageRun(config, stage, corpora, (*records[:-1], record))
+    record = replace(record_of(stage, corpora, given), rewound_from=rewound_from)
+    return StageRun(config, stage, corpora, (*records, record))
 
 
 def _identities(sources: Sequence[StageSource]) -> list[tuple[str, float]]:
     return [(source.fingerprint, source.weight) for source in sources]
 
 
-def _with_initial_weights(
-    config: PretrainConfig, start: StartPoint, warn: Callable[[str], None], verify: Callable[[Path], None]
-) -> StartPoint:
+def _with_initial_weights(start: StageRun, warn: Callable[[str], None], verify: Callable[[Path], None]) -> StageRun:
     """The start with the weights of `train.initial_weights` or `train.branch_from`, if one of them is set.
 
     `verify` raises CheckpointError for a damaged checkpoint.
@@ -223,7 +182,8 @@ def _with_initial_weights(
             embedding; a branch cannot continue it, or has another shape.
         DataError: its tokenizer is not that of the shards.
     """
-    branch, path = config.train.branch_from is not None, config.train.branch_from or config.train.initial_weights
+    config, train = start.config, start.config.train
+    branch, path = train.branch_from is not None, train.branch_from or train.initial_weights
     if path is None:
         return start
     what = f"train.{'branch_from' if branch else 'initial_weights'} {path}"
@@ -237,7 +197,7 @@ def _with_initial_weights(
     else:
         require_same_model(read_model_config(folder), config.model, what)
     if sha256_file(find_tokenizer(folder)) != start.corpora.tokenizer().sha256:
-        raise other_tokenizer(what, start.stage.config)
+        raise other_tokenizer(what, config)
     weights = InitialWeights(folder, sha256_file(folder / MANIFEST))
     if not branch:
         return start._replace(initial_weights=weights)
@@ -248,14 +208,14 @@ def _with_initial_weights(
     theirs = replace(Progress.read(folder), wandb_run_id="", tokenizer_sha256=start.corpora.tokenizer().sha256)
     if theirs.stages:
         stage = appended(start.stage, theirs.stages[-1], theirs.step, "branch")
-        progress = theirs.in_stage(record_of(stage, start.corpora, start.stage.config))
+        progress = theirs.in_stage(record_of(stage, start.corpora, start.stage))
     else:  # converted from the released code: it goes on with its schedule and its data
-        if start.stage.config.optim.kind != "adamw":
+        if config.optim.kind != "adamw":
             raise other_optimizer(what, "adamw")
-        stage = start.stage._replace(config=start.stage.config.from_step(0))
-        if theirs.step >= (steps := stage.config.train.steps):
-            raise ConfigError(f"{what}: is after step {theirs.step}, and train.steps is {steps}; set more steps")
-        progress = theirs.in_stage(record_of(stage, start.corpora, stage.config))
+        stage = start.stage._replace(first_step=0, schedule_from=0)
+        if theirs.step >= train.steps:
+            raise ConfigError(f"{what}: is after step {theirs.step}, and train.steps is {train.steps}; set more steps")
+        progress = theirs.in_stage(record_of(stage, start.corpora, stage))
     return start._replace(stage=stage, records=progress.stages, initial_weights=weights._replace(progress=progress))
 
 
@@ -284,20 +244,21 @@ def _first_stage(run: Path) -> dict[str, Any]:
     return {}
 
 
-def require_same_checkpoints(config: PretrainConfig, start: StartPoint) -> None:
+def require_same_checkpoints(start: StageRun) -> None:
     """Raises ConfigError when another launch has changed the checkpoints since `find_start`."""
-    if tuple(step_folders(config.run_folder)) != start.checkpoints:
-        raise ConfigError(f"{config.run_folder}: another launch has changed its checkpoints; run the command again")
+    folder = start.config.run_folder
+    if tuple(step_folders(folder)) != start.checkpoints:
+        raise ConfigError(f"{folder}: another launch has changed its checkpoints; run the command again")
 
 
-def require_same_start(start: StartPoint, of_evaluation: Mapping[str, str]) -> None:
+def require_same_start(start: StageRun, of_evaluation: Mapping[str, str]) -> None:
     """Raises ConfigError on all ranks unless they have the same settings, data, start, packages and code.
 
     Args:
         of_evaluation: facts about the evaluation during training, by name.
     """
     facts = {
-        **settings_as_facts(start.stage.config),
+        **settings_as_facts(start.config),
         "shards": start.corpora.fingerprint,
         "checkpoint": str(start.resume_from),
     }
@@ -310,14 +271,11 @@ def require_same_start(start: StartPoint, of_evaluation: Mapping[str, str]) -> N
 
 
 def start_engine(
-    build: Callable[[], Any], config: PretrainConfig, start: StartPoint, warn: Callable[[str], None] = print
-) -> tuple[Any, Progress, StartPoint]:
+    build: Callable[[], Any], start: StageRun, warn: Callable[[str], None] = print
+) -> tuple[Any, Progress, StageRun]:
     """A new engine with the state of `start`, or if its checkpoint is damaged, of the newest valid one.
 
     All ranks call it together. The engine of `build` has no values yet.
-
-    Args:
-        config: all settings of the run, with its stages.
 
     Returns:
         The engine, its progress, and what it starts from.
@@ -336,19 +294,19 @@ def start_engine(
             damaged[start.weights_from] = str(error)
         del engine
         gc.collect()
-        first_step = start.stage.config.first_step
         try:
-            start = find_start(config, warn, damaged=damaged)
+            found = find_start(start.run, warn, damaged=damaged)
         except TostError as error:
             raise error_of_all_ranks([str(error)], type(error)) from None
-        require_agreement({"checkpoint": str(start.weights_from)}, "start all ranks from one shared folder")
-        if start.stage.config.first_step != first_step:
+        require_agreement({"checkpoint": str(found.weights_from)}, "start all ranks from one shared folder")
+        if found.stage.first_step != start.stage.first_step:
             if os.environ.get("RANK", "0") == "0":
-                _move_aside(damaged, start, warn)
+                _move_aside(damaged, found, warn)
             raise OtherStageError
+        start = found.with_config(start.config)
 
 
-def _move_aside(damaged: Iterable[Path], start: StartPoint, warn: Callable[[str], None]) -> None:
+def _move_aside(damaged: Iterable[Path], start: StageRun, warn: Callable[[str], None]) -> None:
     """Rename damaged checkpoints, so that the next launch does not begin in their stage."""
     for folder in damaged:
         aside = folder.with_name(f"damaged_{folder.name}_{datetime.now():%Y%m%d-%H%M%S}")
@@ -356,7 +314,7 @@ def _move_aside(damaged: Iterable[Path], start: StartPoint, warn: Callable[[str]
         warn(f"renamed {folder} to {aside.name}: the newest valid checkpoint is in stage {start.stage.name}")
 
 
-def _set_state(engine: Any, start: StartPoint) -> Progress:
+def _set_state(engine: Any, start: StageRun) -> Progress:
     initial = start.initial_weights
     if start.resume_from:
         progress = restore(engine, start.resume_from)

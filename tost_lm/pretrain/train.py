@@ -15,20 +15,15 @@ from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.graceful_stop import GracefulStop, StopOfRanks, StopRequestedError
 from tost_lm.parallel.mesh import World, build_mesh, start_world, stop_world
 from tost_lm.parallel.watchdog import Heartbeat, watch_ranks
+from tost_lm.pretrain.batches import build_batches, tiling_of
 from tost_lm.pretrain.engine import build_training_engine, build_writer, prepare_process, warn_of_slow_layers
 from tost_lm.pretrain.folder import NEXT_STAGE, log_end, open_folder
+from tost_lm.pretrain.memory_fit import explain_out_of_memory, memory_warning, with_tile_size
 from tost_lm.pretrain.profiler import Profiler
-from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.spikes import SpikeGuard
-from tost_lm.pretrain.start import OtherStageError, StartPoint, require_same_start, start_engine
-from tost_lm.pretrain.step import (
-    build_batches,
-    explain_out_of_memory,
-    memory_warning,
-    tiling_of,
-    train_step,
-    with_tile_size,
-)
+from tost_lm.pretrain.stage_run import StageRun
+from tost_lm.pretrain.start import OtherStageError, require_same_start, start_engine
+from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.validation import build_validation
 from tost_lm.torch_internals import enable_flight_recorder
 
@@ -38,8 +33,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    run: PretrainConfig,
-    start: StartPoint,
+    start: StageRun,
     graceful_stop: GracefulStop,
     evaluation: "TasksInTraining | None" = None,
     uploads: "Uploads | None" = None,
@@ -47,7 +41,6 @@ def train(
     """Train the stage of `start` to its last step or `run.stop_at_step`, from its checkpoint or from step 0.
 
     Args:
-        run: all settings of the run.
         evaluation: runs every `evaluation.interval` steps; None: there is none.
         uploads: on rank 0, of a run with `checkpoint.upload`.
 
@@ -58,36 +51,34 @@ def train(
     Raises:
         TrainingError: the run cannot continue, or its last validation loss is not finite.
     """
-    config = start.stage.config
-    enable_flight_recorder(config.run_folder / FLIGHT_RECORDER)
-    world = start_world(config.run.device, config.run.timeouts)
-    heartbeat = Heartbeat(config.run_folder / HEARTBEATS, world.rank)
-    with watch_ranks(heartbeat, config.run.timeouts, graceful_stop.request):
-        prepare_process(config, world.device)
+    folder, settings = start.config.run_folder, start.config.run
+    enable_flight_recorder(folder / FLIGHT_RECORDER)
+    world = start_world(settings.device, settings.timeouts)
+    heartbeat = Heartbeat(folder / HEARTBEATS, world.rank)
+    with watch_ranks(heartbeat, settings.timeouts, graceful_stop.request):
+        prepare_process(start.config, world.device)
         require_same_start(start, evaluation.facts if evaluation else {})
-        config = with_tile_size(config, world)
-        if world.rank == 0 and (warning := memory_warning(config, world)):
+        start = start.with_config(with_tile_size(start.config, world))
+        if world.rank == 0 and (warning := memory_warning(start.config, world)):
             print(warning, flush=True)
-        start = start._replace(stage=start.stage._replace(config=config))
-        with run_lock(config.run_folder, world.rank) as check, explain_out_of_memory(config, heartbeat):
+        with run_lock(folder, world.rank) as check, explain_out_of_memory(start.config, heartbeat):
             try:
-                launch = Launch(run, start, graceful_stop, evaluation, world, heartbeat, check, uploads)
+                trainer = Trainer(start, graceful_stop, evaluation, world, heartbeat, check, uploads)
             except OtherStageError:
                 stop_world()
                 return NEXT_STAGE
-            stop_reason = launch.train()
+            stop_reason = trainer.train()
             stop_world()
-            launch.writer.finish_uploads(lambda: heartbeat.record(launch.progress.step, "leaving"))
+            trainer.writer.finish_uploads(lambda: heartbeat.record(trainer.progress.step, "leaving"))
     return stop_reason
 
 
-class Launch:
-    """A launch of a run, on this rank."""
+class Trainer:
+    """Trains a stage of a run, on this rank."""
 
     def __init__(
         self,
-        run: PretrainConfig,
-        start: StartPoint,
+        start: StageRun,
         graceful_stop: GracefulStop,
         evaluation: "TasksInTraining | None",
         world: World,
@@ -97,22 +88,22 @@ class Launch:
     ) -> None:
         """Build what trains, with the values of `start`, and open the run folder."""
         warn = print if world.rank == 0 else lambda line: None
-        config, corpora, self.is_last_stage = start.stage.config, start.corpora, start.stage.is_last
-        self.config, self.evaluation, self.heartbeat = config, evaluation, heartbeat
+        config, corpora = start.config, start.corpora
+        self.config, self.stage, self.evaluation, self.heartbeat = config, start.stage, evaluation, heartbeat
         self.mesh = build_mesh(world, config.parallel)
         self.tiling = tiling_of(config, self.mesh)
         self.batches = build_batches(config, corpora, self.mesh, self.tiling, stages=start.records)
         build = partial(build_training_engine, config, self.mesh)
-        self.engine, self.progress, start = start_engine(build, run, start, warn)
+        self.engine, self.progress, start = start_engine(build, start, warn)
         heartbeat.record(self.progress.step, "building")  # the next call may compile kernels, in minutes
         warn_of_slow_layers(self.engine, warn)
         self.guard = SpikeGuard(config.train.skip_spike_sigma, config.run.abort_after_skips, self.progress)
         self.checksums = Checksums(self.engine, config.run.sdc_check_interval)
         self.profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
         self.validation = build_validation(config, corpora, self.mesh, self.tiling)
-        self.writer = build_writer(self.engine, run, start, check_folder, self.progress.step, uploads)
+        self.writer = build_writer(self.engine, start, check_folder, self.progress.step, uploads)
         self.stop = StopOfRanks(graceful_stop, world.size, lambda: self.writer.seconds_to_stop)
-        self.metrics = open_folder(run, start, self.progress, world, heartbeat, self.tiling)
+        self.metrics = open_folder(start, self.progress, world, heartbeat, self.tiling)
         self.progress = replace(self.progress, wandb_run_id=self.metrics.wandb_run_id)
         self.writer.poll()
         self.stop_reason = graceful_stop.start_training(self.stop.reason)  # a barrier, too: the run folder exists
@@ -139,9 +130,9 @@ class Launch:
         self.writer.finish()
         self.profiler.close()
         step, config = self.progress.step, self.config
-        if step == config.train.steps and step != config.run.stop_at_step and not self.is_last_stage:
+        if step == config.train.steps and step != config.run.stop_at_step and not self.stage.is_last:
             self.stop_reason = self.stop_reason or NEXT_STAGE
-        log_end(config, self.progress, self.stop_reason, self.metrics, is_last_stage=self.is_last_stage)
+        log_end(config, self.progress, self.stop_reason, self.metrics, is_last_stage=self.stage.is_last)
         self.progress.require_finite_validation(self.config.train.steps, self.config.run_folder)
         return self.stop_reason
 
@@ -171,7 +162,7 @@ class Launch:
     def update(self, step: int, micro_batches: list[MicroBatch]) -> None:
         """Train on the batch of step number `step`, unless it is a spike."""
         config = self.config
-        lr = learning_rate(step - 1 - config.schedule_from, config.schedule_steps, config.optim)
+        lr = learning_rate(step - 1 - self.stage.schedule_from, self.stage.schedule_steps, config.optim)
         outcome = train_step(
             self.engine, micro_batches, self.tiling, lr,
             self.guard.reason_to_skip, self.checksums.before_update, self.stop.check,

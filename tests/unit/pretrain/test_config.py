@@ -145,7 +145,8 @@ def test_an_override_replaces_the_setting_of_the_file_that_it_excludes(tmp_path:
 
 def changes(tmp_path: Path, data: str, *overrides: str) -> list[str]:
     recorded = read(tmp_path, '[data.mixture]\n"x/y" = 1\nz = 2\n')
-    return differences(recorded.what_is_trained(), read(tmp_path, data, *overrides).what_is_trained())
+    both = (config.in_stages()[0].what_is_trained() for config in (recorded, read(tmp_path, data, *overrides)))
+    return differences(*both)
 
 
 def test_what_may_change_between_launches(tmp_path: Path):
@@ -171,7 +172,7 @@ def test_a_branch_has_the_steps_after_its_checkpoint(tmp_path: Path):
     chosen = [
         read(tmp_path, data, *words) for words in ((), (f"train.branch_from={step}",), ("train.branch_from=x/tost",))
     ]
-    assert [config.in_stages()[0].config.own_steps for config in chosen] == [9, 5, 9]
+    assert [config.in_stages()[0].steps for config in chosen] == [9, 5, 9]
 
 
 def test_a_branch_that_has_passed_a_stage_names_it(tmp_path: Path):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tost_lm.config import EXIT_STOPPED
+from tost_lm.command_line import EXIT_STOPPED
 from tost_lm.parallel import graceful_stop as module
 from tost_lm.parallel.graceful_stop import GracefulStop, launched_ago
 

@@ -66,5 +66,5 @@ def test_weights_of_this_model_and_tokenizer_are_found_in_a_run(tmp_path: Path, 
 
 
 def test_the_weights_are_a_part_of_what_is_trained(tmp_path: Path):
-    drawn, begun = config(MODEL, None).what_is_trained(), config(MODEL, tmp_path).what_is_trained()
+    drawn, begun = (config(MODEL, weights).in_stages()[0].what_is_trained() for weights in (None, tmp_path))
     assert drawn != begun

@@ -18,8 +18,9 @@ from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.model import TostLM
 from tost_lm.pretrain.changes import changes, record_of, settings_of
 from tost_lm.pretrain.metrics import write_run_folder
-from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.pretrain.start import StartPoint, find_start, require_same_checkpoints
+from tost_lm.pretrain.settings import PretrainConfig, Stage
+from tost_lm.pretrain.stage_run import StageRun
+from tost_lm.pretrain.start import find_start, require_same_checkpoints
 
 TOKENIZER = made(byte_level())
 SETTINGS: dict[str, Any] = {
@@ -51,14 +52,18 @@ def shards(folders: Mapping[Path, float]) -> Corpora:
     return Corpora([written], [1.0])
 
 
-def start_of(config: PretrainConfig) -> StartPoint:
+def start_of(config: PretrainConfig) -> StageRun:
     return find_start(config, open_corpora=shards)
+
+
+def first_stage(**changes: Any) -> Stage:
+    return config(**changes).in_stages()[0]
 
 
 def write_run(config: PretrainConfig, name: str = "r") -> None:
     write_run_folder(config, world_size=1, device="cpu")
     stage = config.in_stages()[0]
-    record = record_of(stage, shards(config.data.folders), stage.config)
+    record = record_of(stage, shards(config.data.folders), stage)
     for steps in (3, 6):
         model = TostLM(config.model)
         write_checkpoint(
@@ -75,10 +80,10 @@ def test_the_same_run_goes_on_from_its_newest_checkpoint(run: Path):
 
 def test_what_another_launch_saved_meanwhile_ends_this_one(run: Path):
     start = start_of(config())
-    require_same_checkpoints(config(), start)
+    require_same_checkpoints(start)
     step_folder(run, 6).rename(step_folder(run, 8))
     with pytest.raises(ConfigError, match="another launch has changed its checkpoints; run the command again"):
-        require_same_checkpoints(config(), start)
+        require_same_checkpoints(start)
 
 
 def test_a_renamed_folder_is_still_the_same_run(run: Path):
@@ -112,18 +117,18 @@ def test_other_settings_and_other_shards_are_refused():
 
 
 def test_a_setting_that_an_earlier_version_lacked_had_its_default():
-    recorded = settings_of(config())
+    recorded = settings_of(first_stage())
     del recorded["model"]["init_std"], recorded["optim"]["lr"]
-    assert changes(recorded, config()) == []
-    assert changes(recorded, config(model={"init_std": 0.05})) == ["model.init_std: 0.02 → 0.05"]
+    assert changes(recorded, first_stage()) == []
+    assert changes(recorded, first_stage(model={"init_std": 0.05})) == ["model.init_std: 0.02 → 0.05"]
 
 
 def test_a_setting_that_an_earlier_version_had_beside_what_is_trained_changes_nothing():
-    recorded = settings_of(config())
+    recorded = settings_of(first_stage())
     recorded["memory"]["every"] = 1
-    assert changes(recorded, config()) == []
+    assert changes(recorded, first_stage()) == []
     recorded["model"]["every"] = 1
-    assert changes(recorded, config()) == ["model.every: 1 → not set"]
+    assert changes(recorded, first_stage()) == ["model.every: 1 → not set"]
 
 
 def test_a_checkpoint_of_another_run_is_refused(run: Path):

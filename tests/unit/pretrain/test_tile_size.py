@@ -11,9 +11,9 @@ import torch
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
 from tost_lm.parallel.mesh import Axis, Mesh, World
+from tost_lm.pretrain.memory_fit import memory_warning
 from tost_lm.pretrain.plan.memory import largest_tile, peak_moment
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.pretrain.step import memory_warning
 from tost_lm.pretrain.tiled import tile
 
 RECIPE = Path(__file__).parents[3] / "configs/pretrain/delta_base_1m.toml"
@@ -39,7 +39,8 @@ def test_what_cannot_be_is_refused_by_name(overrides: list[str], said: str):
 
 
 def test_tiles_do_not_change_what_is_trained():
-    assert recipe().what_is_trained() == recipe("memory.tile_tokens=auto").what_is_trained()
+    whole, tiles = (recipe(*words).in_stages()[0] for words in ((), ("memory.tile_tokens=auto",)))
+    assert whole.what_is_trained() == tiles.what_is_trained()
 
 
 @pytest.mark.parametrize(("device", "share", "warned"), [("cpu", 0.9, True), ("cpu", 1.1, False), ("cuda", 0.9, False)])

@@ -137,7 +137,7 @@ def test_groups_ignore_the_seed_and_settings_that_may_change_on_resume():
         train={"micro_batch_size": 2, "seed": 3}, data={"workers": 2}, checkpoint={"interval": 1},
         run={"log_interval": 1}, validation={"interval": 1}, parallel={"tensor": 2}, optim={"warmup_steps": 2},
     )  # fmt: skip
-    changed = {line.split(":")[0] for line in differences(config, config.what_is_trained())}
+    changed = {line.split(":")[0] for line in differences(config, config.in_stages()[0].what_is_trained())}
     tree = json.loads(config.model_dump_json(exclude_none=True))
     uncompared = {path for path, _ in leaves(tree)} - set(compared_settings(tree))
     sections = {"checkpoint", "run", "validation", "parallel"}

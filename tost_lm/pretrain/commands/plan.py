@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.config import load_config, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
 from tost_lm.model.flops import flops_per_token, parameters
 from tost_lm.pretrain.plan import estimate as plan
@@ -38,19 +39,19 @@ Row = tuple[str, str, str]
 def main(path: Path, config: PlanConfig) -> None:
     for stage in config.in_stages():
         if config.stages:
-            print(f"\n## Stage {stage.name}: steps {stage.config.first_step + 1:,} to {stage.config.train.steps:,}\n")
+            print(f"\n## Stage {stage.name}: steps {stage.first_step + 1:,} to {stage.config.train.steps:,}\n")
         assert isinstance(stage.config, PlanConfig)
-        _print_stage(stage.config)
+        _print_stage(stage.config, stage.steps)
 
 
-def _print_stage(config: PlanConfig) -> None:
+def _print_stage(config: PlanConfig, steps: int) -> None:
     """Raises ConfigError if the stage does not fit."""
     config = plan_fit.complete(config)
-    corpus, too_short = corpus_rows(config)
+    corpus, too_short = corpus_rows(config, steps)
     if too_short:
         print(f"warning: {too_short}", file=sys.stderr)
-    resources = [row for kind in (memory_rows, traffic_rows, time_rows, disk_rows) for row in kind(config)]
-    print(markdown([("", "", "details"), *model_rows(config), *corpus, *resources]))
+    needs = [*memory_rows(config), *traffic_rows(config), *time_rows(config, steps), *disk_rows(config)]
+    print(markdown([("", "", "details"), *model_rows(config, steps), *corpus, *needs]))
     if problem := plan_fit.memory_problem(config):
         raise ConfigError(problem)
 
@@ -77,11 +78,11 @@ def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Seque
     print(markdown([(setting, "layout", "GB per GPU", "GB sent a step", "time per step", "tokens/s", "fits"), *rows]))
 
 
-def model_rows(config: PlanConfig) -> Iterator[Row]:
+def model_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
     counts, flops = parameters(config.model), flops_per_token(config.model, config.train.seq_len)
-    tokens = config.batch_tokens * config.own_steps
-    steps = f"{_count(config.own_steps, 'step')} of {config.batch_tokens:,}"
-    yield "tokens", in_units(tokens, ""), f"{steps}; {_rounded(tokens / counts.total)} per parameter"
+    tokens = config.batch_tokens * steps
+    in_steps = f"{_count(steps, 'step')} of {config.batch_tokens:,}"
+    yield "tokens", in_units(tokens, ""), f"{in_steps}; {_rounded(tokens / counts.total)} per parameter"
     yield "parameters", f"{counts.total / 1e6:.2f} M", _listed(counts._asdict(), 1e6)
     by_kind = {name: kind.total for name, kind in flops._asdict().items()}
     yield "FLOP per token", f"{flops.total / 1e9:.4g} G", f"{_listed(by_kind, 1e9, '.4g')}, with backward"
@@ -99,7 +100,7 @@ def layout(config: PlanConfig) -> str:
     )
 
 
-def corpus_rows(config: PlanConfig) -> tuple[list[Row], str | None]:
+def corpus_rows(config: PlanConfig, steps: int) -> tuple[list[Row], str | None]:
     """Epochs and how much of their document the labels see, and a warning where few see half of a sequence."""
     seq_len, packing, quantity = config.train.seq_len, config.data.packing, "labels that see half of seq_len"
     if missing := [path for path in config.data.folders if not isinstance(path, RemotePath) and not path.exists()]:
@@ -113,7 +114,7 @@ def corpus_rows(config: PlanConfig) -> tuple[list[Row], str | None]:
     rows = []
     for one, weight in zip(corpora.shards, corpora.weights, strict=True):
         size = one.manifest["splits"]["train"]["tokens"]
-        epochs = weight * config.batch_tokens * config.own_steps / max(size, 1)
+        epochs = weight * config.batch_tokens * steps / max(size, 1)
         rows.append(("epochs", _rounded(epochs), f"of {one.folder}, {in_units(size, '')} tokens"))
     seen = f"at least so many tokens of their own document: {details}; packing {packing}"
     rows.append((quantity, f"{shares[-1]:.1%}", seen))
@@ -142,7 +143,7 @@ def traffic_rows(config: PlanConfig) -> Iterator[Row]:
         yield f"sent per rank and step: {one.content}", in_units(one.sent_bytes), f"{calls}, {milliseconds}"
 
 
-def time_rows(config: PlanConfig) -> Iterator[Row]:
+def time_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
     step, cluster = plan.step_seconds(config), config.cluster
     operator, elementwise = plan.operator_bytes_per_token(config), plan.elementwise_bytes_per_token(config)
     launches = f"{plan.launches(config):,.0f} launches at {cluster.launch_us:.3g} µs"
@@ -163,7 +164,7 @@ def time_rows(config: PlanConfig) -> Iterator[Row]:
     for name, seconds in step._asdict().items():
         yield f"time per step: {name}", f"{1e3 * seconds:.3g} ms", sources[name]
     yield "time per step", f"{1e3 * step.total:.3g} ms", "sum"
-    rate, seconds = config.batch_tokens / step.total, step.total * config.own_steps
+    rate, seconds = config.batch_tokens / step.total, step.total * steps
     utilization = flops_per_token(config.model, config.train.seq_len).total * rate / (plan.peak(config) * cluster.ranks)
     yield "tokens/s", f"{rate:,.0f}", f"{rate / cluster.ranks:,.0f} per GPU; MFU {utilization:.0%}"
     yield "duration of the run", duration(seconds), f"{seconds / 3600 * cluster.ranks:,.0f} GPU hours, steps only"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tost_lm.checkpointing.format import Progress, read_model_config
-from tost_lm.config import EXIT_STOPPED, ignore_output_errors, run_program
+from tost_lm.command_line import EXIT_STOPPED, ignore_output_errors, run_program
 from tost_lm.errors import ConfigError, install_hint
 from tost_lm.parallel.launch import end_for_next_stage, start_ranks
 from tost_lm.pretrain.loggers import logger_of
@@ -31,7 +31,7 @@ from tost_lm.pretrain.settings import PretrainConfig
 if TYPE_CHECKING:
     from tost_lm.checkpointing.uploads import Uploads
     from tost_lm.parallel.graceful_stop import GracefulStop
-    from tost_lm.pretrain.start import StartPoint
+    from tost_lm.pretrain.stage_run import StageRun
 
 
 def main(path: Path, config: PretrainConfig) -> None:
@@ -74,8 +74,8 @@ def _train(
     start = find_start(config, log)
     if _is_done(start):  # no engine will read and hash the shards
         start = find_start(config, log, hash_shards=True)
-    stage = start.stage.config.on_ranks(int(os.environ.get("WORLD_SIZE", "1")))
-    start = start._replace(stage=start.stage._replace(config=stage))
+    start = start.with_config(start.config.on_ranks(int(os.environ.get("WORLD_SIZE", "1"))))
+    stage = start.config
     if start.resume_from and _is_done(start):
         progress = Progress.read(start.resume_from)
         progress.require_finite_validation(stage.train.steps, stage.run_folder)
@@ -86,19 +86,18 @@ def _train(
         log(f"reusing {start.resume_from}: nothing is left to train up to step {stage.last_step}{early}")
         return ""
     if start.weights_from:
-        stage = stage.with_context_of(read_model_config(start.weights_from))
-        start = start._replace(stage=start.stage._replace(config=stage))
-    later = [one for one in config.in_stages() if one.config.first_step >= stage.train.steps]
+        start = start.with_config(stage.with_context_of(read_model_config(start.weights_from)))
+    later = [one for one in config.in_stages() if one.first_step >= stage.train.steps]
     evaluation = check_stages([start.stage, *later])
     from tost_lm.pretrain.train import train
 
-    return train(config, start, graceful_stop, evaluation, uploads)
+    return train(start, graceful_stop, evaluation, uploads)
 
 
-def _is_done(start: "StartPoint") -> bool:
+def _is_done(start: "StageRun") -> bool:
     if start.resume_from is None:
         return False
-    progress, config = Progress.read(start.resume_from), start.stage.config
+    progress, config = Progress.read(start.resume_from), start.config
     begins = len(progress.stages) < len(start.records)
     return progress.step >= config.last_step or (not begins and config.stops_early(progress))
 

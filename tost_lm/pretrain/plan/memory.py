@@ -167,7 +167,7 @@ def tile_states_bytes(config: PretrainConfig) -> float:
     return math.ceil(config.row_tokens / config.tile_tokens) * states / config.parallel.tensor * rows
 
 
-def stage_of(config: PretrainConfig, ranks: int) -> int:
+def zero_stage_of(config: PretrainConfig, ranks: int) -> int:
     """The ZeRO stage that runs."""
     replicas = ranks // config.parallel.tensor
     return config.parallel.partitioning_stage(replicas, bfloat16=config.train.dtype == "bfloat16")
@@ -189,7 +189,7 @@ def reduces_at_end(config: PretrainConfig, stage: int) -> bool:
 
 def weights_and_optimizer(config: PretrainConfig, ranks: int) -> tuple[float, float]:
     """Bytes of weights and optimizer state of a rank, on the device or offloaded."""
-    n, stage, e = parameters_per_rank(config), stage_of(config, ranks), ELEMENT_BYTES[config.train.dtype]
+    n, stage, e = parameters_per_rank(config), zero_stage_of(config, ranks), ELEMENT_BYTES[config.train.dtype]
     fraction, state = config.parallel.tensor / ranks, state_bytes(config, n, config.parallel.tensor)
     if stage == 0:
         return e * n, state
@@ -232,7 +232,7 @@ def loss_bytes(config: PretrainConfig) -> float:
 def _gradients(config: PretrainConfig, ranks: int, whole_buckets: bool | None) -> dict[str, tuple[float, float]]:
     """Bytes of gradients and buffers by moment (DeepSpeed 0.19, runtime/zero/stage_1_and_2.py and stage3.py)."""
     parallel, n, e = config.parallel, parameters_per_rank(config), ELEMENT_BYTES[config.train.dtype]
-    tensor, stage = parallel.tensor, stage_of(config, ranks)
+    tensor, stage = parallel.tensor, zero_stage_of(config, ranks)
     partition, one_replica = n * tensor / ranks, ranks == tensor
     only_written = config.run.device == "cpu" if whole_buckets is None else not whole_buckets
     accumulates = config.accumulation(ranks) > 1
