@@ -18,7 +18,8 @@ from pydantic import Field
 
 from benchmarks import measure
 from experiments.mqar import draw_model
-from tost_lm.config import Section, run_program, validate
+from tost_lm.command_line import run_program
+from tost_lm.config import Section, validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.markdown import with_error

@@ -28,7 +28,8 @@ import xxhash
 from pydantic import Field, PositiveInt
 
 from benchmarks import measure
-from tost_lm.config import Section, run_program, validate
+from tost_lm.command_line import run_program
+from tost_lm.config import Section, validate
 from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.shard_format import FORMAT, HASH_BLOCK_BYTES, MANIFEST, block_hashes, dtype_for, index_bytes

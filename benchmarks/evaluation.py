@@ -24,7 +24,8 @@ from torch.nn.functional import linear
 
 from benchmarks import measure
 from benchmarks.measure import interleaved_seconds
-from tost_lm.config import Section, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import Section
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.inference.generation import LanguageModel

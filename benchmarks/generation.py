@@ -21,7 +21,8 @@ from pydantic import Field
 
 from benchmarks import measure
 from benchmarks.measure import call_seconds, held_bytes
-from tost_lm.config import Section, run_program, validate
+from tost_lm.command_line import run_program
+from tost_lm.config import Section, validate
 from tost_lm.inference.generation import continuations, greedy, state_bytes
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.streaming import to_running_dtype

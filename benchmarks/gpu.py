@@ -51,7 +51,7 @@ if __name__ == "__main__":
 from benchmarks import measure  # noqa: E402
 from benchmarks.gpu_settings import PARTS, GpuBenchmarkConfig  # noqa: E402
 from benchmarks.measure import RESULTS, results_file  # noqa: E402
-from tost_lm.config import run_program  # noqa: E402
+from tost_lm.command_line import run_program  # noqa: E402
 from tost_lm.errors import TostError  # noqa: E402
 
 OUTPUTS = RESULTS / "gpu"

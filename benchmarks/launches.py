@@ -23,7 +23,8 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks import measure
 from benchmarks.hopper import COUNTS, kernels_of
-from tost_lm.config import Section, run_program, validate
+from tost_lm.command_line import run_program
+from tost_lm.config import Section, validate
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import compile_blocks
 from tost_lm.ops.positions import SequenceInfo

@@ -23,7 +23,8 @@ from pydantic import Field, PositiveInt
 from benchmarks import measure
 from benchmarks.engine import engine_of
 from benchmarks.measure import call_seconds, peak_bytes
-from tost_lm.config import Section, run_program, validate
+from tost_lm.command_line import run_program
+from tost_lm.config import Section, validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.mixers.softmax.settings import SoftmaxSettings
 from tost_lm.model.config import ModelConfig

@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from benchmarks import measure
 from benchmarks.measure import call_seconds, interleaved_seconds, peak_extra_bytes
-from tost_lm.config import Section, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import Section
 from tost_lm.ops.cross_entropy import linear_cross_entropy, logit_tile_tokens
 
 OURS, TORCH, TORCH_BY_BYTES, WHOLE = "tost_lm", "torch, its tiles", "torch, our tiles", "whole logits"

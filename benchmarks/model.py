@@ -21,7 +21,8 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.measure import call_seconds, interleaved_seconds, peak_extra_bytes
-from tost_lm.config import Section, run_program, validate
+from tost_lm.command_line import run_program
+from tost_lm.config import Section, validate
 from tost_lm.inference.generation import state_bytes
 from tost_lm.mixers.softmax.cache import KeyValueState
 from tost_lm.model import LMState, ModelConfig, TostLM

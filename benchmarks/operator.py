@@ -30,7 +30,8 @@ from torch.nn.functional import scaled_dot_product_attention, silu, softplus
 from benchmarks import measure
 from benchmarks.measure import call_seconds, interleaved_seconds, median_seconds, peak_extra_bytes
 from benchmarks.plain import tssa_formulas
-from tost_lm.config import Section, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import Section
 from tost_lm.mixers.delta.layer import initial_decays, unit_length
 from tost_lm.mixers.delta.operator import delta_rule
 from tost_lm.mixers.delta.settings import CHUNK_TOKENS, CONV_TAPS, GROUP_CHUNKS, GROUP_ELEMENTS

@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import measure
 from benchmarks.measure import call_seconds
-from tost_lm.config import Section, run_program, validate
+from tost_lm.command_line import run_program
+from tost_lm.config import Section, validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.errors import ConfigError
 from tost_lm.model import ModelConfig, TostLM

@@ -22,7 +22,8 @@ from torch import Tensor
 from benchmarks import measure
 from benchmarks.engine import engine_of, python_sources, state_bytes_of
 from benchmarks.measure import call_seconds
-from tost_lm.config import Section, run_program, validate
+from tost_lm.command_line import run_program
+from tost_lm.config import Section, validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.optim.settings import OptimConfig, learning_rate

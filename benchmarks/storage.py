@@ -18,7 +18,8 @@ from typing import Any
 from pydantic import Field
 
 from benchmarks import measure
-from tost_lm.config import Section, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import Section
 from tost_lm.errors import ConfigError
 from tost_lm.files import read_rows
 

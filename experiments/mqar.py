@@ -31,7 +31,8 @@ from pydantic import Field, NonNegativeInt, ValidationError, model_validator
 from torch import Tensor, nn
 
 from experiments.training import train
-from tost_lm.config import Section, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import Section
 from tost_lm.files import require_writable
 from tost_lm.inference.evaluated import pick_device, read_result_file, results_path, write_result_file
 from tost_lm.markdown import table

@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import Field
 
 from experiments.commands import ROOT, run_tost
-from tost_lm.config import Section, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import Section
 from tost_lm.errors import DataError
 from tost_lm.files import sha256_file, write_atomically
 from tost_lm.inference.evaluated import EvaluatedCheckpoint, read_result_file

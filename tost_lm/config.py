@@ -1,33 +1,23 @@
-"""Typed settings: from TOML and overrides to a frozen, validated tree; and the command line of all programs.
-
-    tost COMMAND CONFIG|RUN [section.key=value …] [--help [SECTION]] [--dry-run]
+"""Typed settings: from TOML and overrides to a frozen, validated tree.
 
 This module does not import torch.
 """
 
 import difflib
-import io
 import json
-import os
 import re
-import signal
-import sys
-import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from itertools import takewhile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
-from tost_lm.errors import ConfigError, TostError, did_you_mean, printable
+from tost_lm.errors import ConfigError, did_you_mean
 from tost_lm.files import regular_file
-from tost_lm.lifetime import end_with_output
-from tost_lm.redaction import MARK, has_credentials, redact_urls
+from tost_lm.redaction import MARK, has_credentials
 from tost_lm.remote import PACKAGES, RemotePath, as_path
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -131,7 +121,7 @@ def load_config(
         ConfigError: the file cannot be read, or settings are invalid: one line for each, which names the file or, for
             settings that overrides set, the command line.
     """
-    tree = _with_base(section, path) if path else {}
+    tree = read_tree(section, path) if path else {}
     for override in overrides:
         _remove_replaced(section, tree, override.partition("=")[0])
     typed = [_apply_override(section, tree, override) for override in overrides]
@@ -263,7 +253,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
-def _with_base(section: type[Section], path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_tree(section: type[Section], path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The tree of a file, whose settings replace those of the file or recipe that it `extends`.
 
     Args:
@@ -278,7 +268,7 @@ def _with_base(section: type[Section], path: Path, above: tuple[Path, ...] = ())
     file = recipes().get(base, path.parent / base)
     if file.resolve() in (chain := (*above, path.resolve())):
         raise ConfigError(f"{path}: {EXTENDS}: {base} extends this file itself; remove one of the two lines")
-    return merged(section, _with_base(section, file, chain), tree)
+    return merged(section, read_tree(section, file, chain), tree)
 
 
 def merged(section: type[Section], base: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
@@ -389,189 +379,3 @@ def _elsewhere(section: type[Section], key: str) -> str | None:
             if found:
                 return f"{name}.{found}"
     return None
-
-
-EXIT_BAD_INPUT = 2
-EXIT_STOPPED = 75  # EX_TEMPFAIL: all state is saved, and the same command resumes
-EXIT_INTERRUPTED = 128 + signal.SIGINT
-ALONE_S = 5.0  # after it a rank prints an error that rank 0 has not printed
-
-
-@end_with_output()
-def run_program(
-    main: Callable[[Any, AnySection], None],
-    *,
-    name: str,
-    doc: str,
-    positional: Literal["CONFIG", "[CONFIG]", "[ARGUMENT…]", "RUN", "RUN…", "RUN TASK…", "FOLDER", "SOURCE"],
-    config: type[AnySection],
-    prompt: str | None = None,
-    takes_urls: bool = False,
-    arguments: Sequence[str] | None = None,
-) -> NoReturn:
-    """Read the command line, build the configuration, call `main(path, config)` and exit.
-
-    Args:
-        name: the command, `tost train`, or the module of a program that is no command.
-        positional: the positional argument: a TOML file with the settings or the name of a recipe (`[CONFIG]`:
-            optional, else `path` is None), or a checkpoint (run folder, step folder or export), folder or file; with
-            `RUN…`, `path` is a list. `RUN TASK…` adds names to the setting `tasks`, and one TASK may be a file with
-            settings.
-            `[ARGUMENT…]` is for a program that reads its arguments itself and passes `arguments=[]`.
-        prompt: the setting that a second positional argument sets, unless that has the form of a setting.
-        takes_urls: the first path may be a URL of `tost_lm.remote`.
-
-    `--dry-run` prints the resolved configuration and exits. Exit codes: 0 success, 2 bad input (one line for each
-    problem on stderr), 130 Ctrl-C, 141 broken pipe of the output, 1 (with a traceback) a bug.
-    """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    command = name if name.startswith("tost ") else f"python -m {name}"
-    if "torch" not in sys.modules:
-        # OpenMP threads that wait busily slow down every operation when another process uses the cores.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # for terminals and logs that are not UTF-8
-    try:
-        for flag in {"--help", "-h"} & {*words}:
-            usage = f"{command} {positional} [PROMPT]" if prompt else f"{command} {positional}"
-            section = words[words.index(flag) + 1 :][:1]
-            print(_help_of_section(config, section[0], usage) if section else help_text(doc, usage, config))
-            sys.exit(0)
-        paths, overrides, dry_run = _parse(command, positional, prompt, words, takes_urls)
-        file = None
-        if "CONFIG" in positional and paths:
-            paths[-1] = file = find_recipe(paths[-1])
-        if positional == "RUN TASK…":
-            file, names = _suite_and_names(config, paths[1:])
-            paths = paths[:1]
-            overrides = [f"tasks={toml_value(names)}", *overrides]
-        settings = load_config(config, file, overrides, from_user=True)
-        if dry_run:
-            print(to_toml(settings), end="")
-        elif positional == "RUN…":
-            main(paths, settings)
-        else:
-            main(paths[0] if paths else None, settings)
-    except TostError as error:
-        _exit_with_lines(error)
-    except KeyboardInterrupt:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print("\ninterrupted; run the same command to resume", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        _exit_with_lines(TostError(f"{error.filename}: {error.strerror}"))
-    sys.exit(0)
-
-
-class _Lenient(io.FileIO):
-    """An output whose errors are ignored: what cannot be written is lost."""
-
-    def write(self, data: Any) -> int:
-        with suppress(OSError):
-            if (written := super().write(data)) is not None:
-                return written
-        return memoryview(data).nbytes
-
-
-def ignore_output_errors() -> None:
-    """From now on a full or closed stdout or stderr does not end this program: its results are in files."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and stream.fileno() in (1, 2):
-            with suppress(OSError):
-                stream.flush()
-            file = io.BufferedWriter(_Lenient(stream.fileno(), "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=True))
-
-
-def help_text(doc: str, usage: str, config: type[Section]) -> str:
-    """The text of `--help`: the program's docstring, the usage, and each setting with type, default and description."""
-    lines = [doc.strip(), "", f"usage: {usage} [section.key=value …] [--help [SECTION]] [--dry-run]", ""]
-    lines += ["section.key=none unsets a setting whose default is None.", ""]
-    lines += _setting_lines(config, "")
-    return "\n".join(lines)
-
-
-def _help_of_section(config: type[Section], name: str, usage: str) -> str:
-    """The settings of a section. Raises ConfigError if there is none of this name."""
-    lines = [line for line in _setting_lines(config, "") if re.match(rf"  {re.escape(name)}[. ]", line)]
-    if not lines:
-        raise ConfigError(
-            f"--help {name}: no such section or setting (sections: {', '.join(config.model_fields)}); usage: {usage}"
-        )
-    return "\n".join(lines)
-
-
-def _parse(
-    command: str, positional: str, prompt: str | None, words: list[str], takes_urls: bool
-) -> tuple[list[Path], list[str], bool]:
-    flags = [word for word in words if word.startswith("-")]
-    unknown = [flag for flag in flags if flag != "--dry-run"]
-    if unknown:
-        raise ConfigError(f"unknown flag: {unknown[0]}; write settings as section.key=value, see --help")
-    rest = [word for word in words if word not in flags]
-    names = positional.split()
-    paths = list(takewhile(lambda word: "=" not in word, rest[: None if positional.endswith("…") else len(names)]))
-    if len(paths) < len(names):
-        if positional.startswith("["):
-            return [], rest, bool(flags)
-        raise ConfigError(
-            f"{names[len(paths)].rstrip('…')} is missing; write {command} {positional} before any section.key=value"
-        )
-    if prompt and len(rest) > 1 and not re.match(r"\w+(\.\w+)*=", rest[1]):
-        rest[1] = f"{prompt}={toml_value(rest[1])}"
-    what = positional.strip("[…]")
-    found = [path_or_url(what, path, takes_urls=takes_urls and not number) for number, path in enumerate(paths)]
-    return found, rest[len(paths) :], bool(flags)
-
-
-def _suite_and_names(config: type[Section], words: Sequence[Path]) -> tuple[Path | None, list[str]]:
-    """The file or recipe among the words, if any, and all names: its `tasks` and the other words."""
-    suites = [word for word in words if word.suffix == ".toml" or recipes().get(str(word), word).parent.name == "eval"]
-    if len(suites) > 1:
-        raise ConfigError(f"{suites[1]}: a second file; name one, and further tasks")
-    file = find_recipe(suites[0]) if suites else None
-    given = _with_base(config, file).get("tasks", []) if file else []
-    return file, [
-        *(given if isinstance(given, list) else [given]),
-        *(str(word) for word in words if word not in suites),
-    ]
-
-
-def _exit_with_lines(error: TostError) -> NoReturn:
-    rank = int(os.environ.get("RANK", "0"))
-    alone = rank > 0 and error.printed_here is None
-    if alone:
-        # Usually all ranks have the same error, and the launcher stops them when rank 0 has printed it.
-        time.sleep(ALONE_S)
-    if error.printed_here is not False:
-        for line in str(error).splitlines():
-            shown = printable(redact_urls(line))
-            print(f"error: {f'rank {rank}: ' if alone else ''}{shown}", file=sys.stderr, flush=True)
-    sys.exit(EXIT_INTERRUPTED if error.interrupted else EXIT_BAD_INPUT)
-
-
-def _setting_lines(section: type[Section], prefix: str) -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        if inner := section_of(field.annotation):
-            named = "NAME." if get_origin(field.annotation) is dict else ""
-            yield from _setting_lines(inner, f"{prefix}{name}.{named}")
-        else:
-            kind = _type_name(field.annotation)
-            default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"
-            yield f"  {prefix}{name}  ({kind}, {default})\n      {field.description}"
-
-
-def _type_name(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return " | ".join(str(choice) for choice in get_args(annotation))
-    if get_origin(annotation) in (Union, UnionType):
-        return " | ".join(_type_name(inner) for inner in get_args(annotation) if inner is not NoneType)
-    if get_origin(annotation) is Annotated:
-        return _type_name(get_args(annotation)[0])
-    if get_origin(annotation) is list:
-        return f"list[{_type_name(get_args(annotation)[0])}]"
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation)

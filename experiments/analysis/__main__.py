@@ -18,7 +18,8 @@ from experiments.analysis import coding_rate, memberships
 from experiments.analysis.layers import Analysis, read_text
 from tost_lm.checkpointing.format import MANIFEST, read_model_config
 from tost_lm.checkpointing.run_folder import step_folders
-from tost_lm.config import NAMES_FILES, Section, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import NAMES_FILES, Section
 from tost_lm.data.shards import Shards
 from tost_lm.errors import ConfigError
 from tost_lm.files import sha256_file

@@ -20,7 +20,8 @@ from experiments.commands import ROOT, run_tost
 from experiments.comparison.recall import MQAR, recall, without_attention
 from experiments.comparison.tables import recall_table, tables
 from experiments.comparison.text import Texts, branch_sizes, losses, measures
-from tost_lm.config import Section, load_config, read_toml, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import Section, load_config, read_toml
 from tost_lm.data.shards import Shards
 from tost_lm.errors import ConfigError
 from tost_lm.files import read_rows, write_atomically

@@ -16,7 +16,8 @@ from pathlib import Path
 from pydantic import Field
 
 from experiments.contamination.search import SPLIT, Contamination, measure_contamination
-from tost_lm.config import Section, read_toml, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import Section, read_toml
 from tost_lm.data.shards import Shards
 from tost_lm.data.workers import available_cores
 from tost_lm.errors import ConfigError, printable

@@ -18,8 +18,8 @@ from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
+from tost_lm.inference.long_text import TextFile, score_text
 from tost_lm.inference.ranks import Ranks
-from tost_lm.inference.text import TextFile, score_text
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.parallel.apply import ShardedInference, parallelize
 from tost_lm.parallel.mesh import build_mesh, start_world

@@ -4,8 +4,8 @@ import math
 import os
 
 from tost_lm.eval.commands import evaluate
-from tost_lm.inference import text as text_module
-from tost_lm.inference.text import SavedPosition, TextPosition
+from tost_lm.inference import long_text
+from tost_lm.inference.long_text import SavedPosition, TextPosition
 
 write_if_due = SavedPosition.write_if_due
 
@@ -17,6 +17,6 @@ def write_and_end(self: SavedPosition, position: TextPosition) -> None:
 
 
 if __name__ == "__main__":
-    text_module.SAVE_EVERY_S, text_module.LARGEST_SHARE = 0.0, math.inf
+    long_text.SAVE_EVERY_S, long_text.LARGEST_SHARE = 0.0, math.inf
     SavedPosition.write_if_due = write_and_end
     evaluate.run()

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tost_lm.config import run_program
+from tost_lm.command_line import run_program
 from tost_lm.config import Section
 from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.parallel.watchdog import watch_ranks

@@ -30,7 +30,8 @@ from typing import Annotated, Any, NoReturn
 
 from pydantic import Field, model_validator
 
-from tost_lm.config import TAKES_URLS, Section, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import TAKES_URLS, Section
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import sha256_file
 from tost_lm.interop import Target

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tost_lm.config import run_program
+from tost_lm.command_line import run_program
 from tost_lm.inference.settings import GenerateConfig
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 from tost_lm.progress import ProgressBar

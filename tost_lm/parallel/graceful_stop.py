@@ -12,7 +12,7 @@ from functools import wraps
 from types import FrameType
 from typing import Any, NoReturn
 
-from tost_lm.config import EXIT_STOPPED
+from tost_lm.command_line import EXIT_STOPPED
 
 REASONS = ("", "SIGTERM", "SIGUSR1", "SIGINT", "run.max_minutes")
 SAME_INTERRUPT_S = 1.0

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from tost_lm.config import Section, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import Section
 from tost_lm.errors import ConfigError, TostError, first_line, install_hint
 from tost_lm.lifetime import end_with_parent
 from tost_lm.parallel.settings import LaunchConfig

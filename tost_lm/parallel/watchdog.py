@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tost_lm.config import EXIT_INTERRUPTED, EXIT_STOPPED
+from tost_lm.command_line import EXIT_INTERRUPTED, EXIT_STOPPED
 from tost_lm.errors import LostRankError, TostError
 from tost_lm.files import regular_file
 from tost_lm.parallel import timeouts

@@ -18,7 +18,7 @@ def write_report(folder: Path) -> Path:
     from tost_lm.page import Page, require_packages
     from tost_lm.report.record import RunRecord, is_export
     from tost_lm.report.run import export_sections, run_sections
-    from tost_lm.tasks.sections import EvaluatedModel
+    from tost_lm.tasks.evaluated_model import EvaluatedModel
 
     require_packages()
     if is_export(folder):

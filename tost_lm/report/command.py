@@ -14,7 +14,7 @@ Compares several runs, for example a run and its branches. Runs that differ only
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.config import run_program
+from tost_lm.command_line import run_program
 from tost_lm.errors import ConfigError
 from tost_lm.report.settings import ReportConfig
 

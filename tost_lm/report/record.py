@@ -17,7 +17,7 @@ from tost_lm.errors import ConfigError
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.page import column
 from tost_lm.redaction import redact_text
-from tost_lm.tasks.sections import EvaluatedModel
+from tost_lm.tasks.evaluated_model import EvaluatedModel
 
 
 @dataclass(frozen=True)

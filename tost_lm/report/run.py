@@ -14,8 +14,8 @@ from tost_lm.redaction import redact_text
 from tost_lm.report.comparison import UNITS, metrics_table
 from tost_lm.report.record import Group, RunRecord, seed
 from tost_lm.report.training import events, losses, positions
+from tost_lm.tasks.evaluated_model import EvaluatedModel, checkpoint_line, state_growth
 from tost_lm.tasks.registry import FAMILIES
-from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, state_growth
 
 ENOUGH_TOKENS_PER_PARAMETER = 20  # about compute-optimal, arXiv 2203.15556
 

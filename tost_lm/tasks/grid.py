@@ -20,9 +20,9 @@ from tost_lm.inference.evaluated import read_result_file, write_result_file
 from tost_lm.inference.ranks import Ranks
 from tost_lm.markdown import format_chance, table, with_error
 from tost_lm.page import Chart, Page, draw_heatmap, new_panels
+from tost_lm.tasks.evaluated_model import EvaluatedModel, checkpoint_of
 from tost_lm.tasks.haystacks import Text
 from tost_lm.tasks.queries import GridConfig, Queries, QuerySource
-from tost_lm.tasks.sections import EvaluatedModel, checkpoint_of
 from tost_lm.tasks.task import Family, Inputs, Measure, Measurement, Place, Row, Task
 
 if TYPE_CHECKING:

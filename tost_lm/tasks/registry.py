@@ -12,11 +12,11 @@ from tost_lm.errors import ConfigError, did_you_mean
 from tost_lm.tasks import (
     context,
     heldout,
+    loss_by_position,
     missing_word,
     multiple_choice,
     needle,
     perplexity,
-    positions,
     ruler,
     text,
     tost_release,
@@ -37,7 +37,7 @@ FAMILIES: dict[str, Family] = {
         missing_word.FAMILY,
         multiple_choice.FAMILY,
         tost_release.FAMILY,
-        positions.FAMILY,
+        loss_by_position.FAMILY,
         text.FAMILY,
     )
 }

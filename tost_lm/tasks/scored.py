@@ -21,7 +21,7 @@ from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.requests import Likelihoods, Request
 from tost_lm.markdown import format_result, table
 from tost_lm.tasks.data_sets import DataSet, SetFile, unpacked
-from tost_lm.tasks.sections import EvaluatedModel, checkpoint_of
+from tost_lm.tasks.evaluated_model import EvaluatedModel, checkpoint_of
 from tost_lm.tasks.task import Family, Inputs, Measure, Measurement, Place, Row, Task
 
 if TYPE_CHECKING:

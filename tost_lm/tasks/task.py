@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tost_lm.data.shards import Shards
     from tost_lm.inference.generation import LanguageModel, ModelFacts
     from tost_lm.page import Page
-    from tost_lm.tasks.sections import EvaluatedModel
+    from tost_lm.tasks.evaluated_model import EvaluatedModel
 
 Row = dict[str, Any]
 """A result, or a line of JSON."""

@@ -11,7 +11,7 @@ from tost_lm.markdown import escape, table
 from tost_lm.page import Page
 from tost_lm.progress import ProgressBar
 from tost_lm.redaction import redact_text
-from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line, state_growth
+from tost_lm.tasks.evaluated_model import EvaluatedModel, checkpoint_line, state_growth
 from tost_lm.tasks.task import Family, Inputs, Measurement, Place, Row, Task
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class TextStream(Task):
 
         def measure(model: "LanguageModel", ranks: Ranks, place: Place | None) -> Row:
             from tost_lm.inference.generation import state_bytes
-            from tost_lm.inference.text import SavedPosition, score_text
+            from tost_lm.inference.long_text import SavedPosition, score_text
 
             print(f"scoring {text.path}, {text.bytes:,} bytes", flush=True)
             if model.config.kept_tokens is None and model.config.position_limit is None:

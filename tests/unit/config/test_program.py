@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tost_lm import config as program_module
-from tost_lm.config import Section, run_program
+from tost_lm import command_line
+from tost_lm.command_line import run_program
+from tost_lm.config import Section
 from tost_lm.errors import DataError, LostRankError
 
 pytestmark = pytest.mark.quick
@@ -172,7 +173,7 @@ def test_a_rank_above_0_lets_rank_0_speak_first_and_then_names_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     waited: list[float] = []
-    monkeypatch.setattr(program_module.time, "sleep", waited.append)
+    monkeypatch.setattr(command_line.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "3")
     assert run(fail(DataError("no shards")), "runs/x") == 2
     assert waited
@@ -183,7 +184,7 @@ def test_a_reader_that_left_is_not_success():
     import subprocess
 
     script = (
-        "from pathlib import Path\nfrom tost_lm.config import Section, run_program\n"
+        "from pathlib import Path\nfrom tost_lm.command_line import run_program\nfrom tost_lm.config import Section\n"
         "def main(path, config):\n    for i in range(10**6): print(i)\n"
         "run_program(main, name='p', doc='', positional='RUN', config=Section, arguments=['x'])\n"
     )

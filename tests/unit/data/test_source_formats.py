@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tost_lm.data.settings import CorpusConfig
-from tost_lm.data.sources import BadRow, Document, count_rows, parse, read_blocks, tables
-from tost_lm.data.sources import text as text_files
+from tost_lm.data.sources import BadRow, Document, count_rows, lines, parse, read_blocks, tables
 from tost_lm.errors import DataError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -170,7 +169,7 @@ def test_a_text_file_is_one_document_or_one_a_line(tmp_path, kind, compression):
 
 
 def test_too_long_documents_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "ROW_LIMIT", 1000)
+    monkeypatch.setattr(lines, "ROW_LIMIT", 1000)
     monkeypatch.setattr(tables, "ROW_LIMIT", 1000)
     (tmp_path / "a.txt").write_text("x" * 1000)
     assert len(read(corpus(tmp_path))) == 1

@@ -14,7 +14,7 @@ from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.data.shards import Shards
 from tost_lm.errors import TostError
 from tost_lm.model.streaming import TILE_TOKENS
-from tost_lm.tasks.positions import mean_nats
+from tost_lm.tasks.loss_by_position import mean_nats
 from tost_lm.testing import FLOAT32_REORDERED
 
 pytestmark = pytest.mark.quick

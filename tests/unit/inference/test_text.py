@@ -11,9 +11,9 @@ from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.eval.commands.evaluate import layout
+from tost_lm.inference.long_text import OnProgress, SavedPosition, score_text
 from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.settings import RanksConfig
-from tost_lm.inference.text import OnProgress, SavedPosition, score_text
 from tost_lm.inference.text_file import BLOCK_BYTES, TextFile
 from tost_lm.model.streaming import TILE_TOKENS
 from tost_lm.tasks.registry import find_tasks
@@ -63,9 +63,9 @@ def kill_after(tokens: int) -> OnProgress:
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch) -> Callable[..., SavedPosition]:
     """Makes the saved position of a text; it is saved after each tile of 100 tokens."""
-    monkeypatch.setattr("tost_lm.inference.text.TILE_TOKENS", 100)
-    monkeypatch.setattr("tost_lm.inference.text.SAVE_EVERY_S", 0)
-    monkeypatch.setattr("tost_lm.inference.text.LARGEST_SHARE", math.inf)
+    monkeypatch.setattr("tost_lm.inference.long_text.TILE_TOKENS", 100)
+    monkeypatch.setattr("tost_lm.inference.long_text.SAVE_EVERY_S", 0)
+    monkeypatch.setattr("tost_lm.inference.long_text.LARGEST_SHARE", math.inf)
     return lambda **identity: SavedPosition(tmp_path / "position.pt", {"text_sha256": "0", **identity}, Ranks())
 
 

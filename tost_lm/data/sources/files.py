@@ -11,8 +11,8 @@ from typing import NamedTuple, NoReturn
 
 from tost_lm.data.shard_format import MANIFEST
 from tost_lm.data.sources.blocks import CorpusFormat, listed
+from tost_lm.data.sources.lines import COMPRESSIONS, JSON_LINES, TEXT
 from tost_lm.data.sources.tables import ARROW, PARQUET
-from tost_lm.data.sources.text import COMPRESSIONS, JSON_LINES, TEXT
 from tost_lm.errors import DataError
 from tost_lm.files import regular_file
 from tost_lm.remote import RemotePath, as_path, glob_files, list_files

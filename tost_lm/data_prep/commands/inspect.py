@@ -12,7 +12,7 @@ from typing import NoReturn, get_args
 
 import numpy as np
 
-from tost_lm.config import run_program
+from tost_lm.command_line import run_program
 from tost_lm.data.loader import context_shares, context_sizes
 from tost_lm.data.settings import InspectConfig, InspectShardsConfig
 from tost_lm.data.shard_format import SPLITS

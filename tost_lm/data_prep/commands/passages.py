@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.config import run_program
+from tost_lm.command_line import run_program
 from tost_lm.data.passages import passages
 from tost_lm.data.settings import CorpusConfig, DataPrepConfig
 from tost_lm.data.sources import Document, parse, read_blocks

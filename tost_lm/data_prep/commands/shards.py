@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.config import run_program
+from tost_lm.command_line import run_program
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data_prep.making import make_shards
 from tost_lm.data_prep.on_ray import partitions_on_ray

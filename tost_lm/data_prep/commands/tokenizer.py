@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.config import run_program
+from tost_lm.command_line import run_program
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import fingerprint, left_out_files
 from tost_lm.data.sources.blocks import corpus_changed

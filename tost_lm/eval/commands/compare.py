@@ -10,7 +10,8 @@ the same test file and window length and, for metrics per token, the same tokeni
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.config import Section, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import Section
 
 
 def main(paths: list[Path], config: Section) -> None:

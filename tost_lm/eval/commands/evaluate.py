@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tost_lm.config import run_program
+from tost_lm.command_line import run_program
 from tost_lm.errors import TostError
 from tost_lm.inference.settings import RanksConfig
 from tost_lm.parallel.graceful_stop import terminable

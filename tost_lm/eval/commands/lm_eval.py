@@ -16,7 +16,8 @@ import sys
 from importlib.util import find_spec
 from typing import NoReturn
 
-from tost_lm.config import Section, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import Section
 from tost_lm.errors import ConfigError, install_hint
 
 

@@ -2,7 +2,8 @@
 
 from typing import NoReturn
 
-from tost_lm.config import Section, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import Section
 from tost_lm.tasks.registry import FAMILIES, GROUPS
 
 

@@ -9,7 +9,7 @@ recipe, on the CPU in train.dtype, forward and backward. Kernels that torch's di
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.config import run_program
+from tost_lm.command_line import run_program
 from tost_lm.errors import ConfigError
 from tost_lm.markdown import table
 from tost_lm.mixers.spec import BLOCK_LAUNCHES, Load, MixerSpec

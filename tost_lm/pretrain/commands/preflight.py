@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.config import run_program
+from tost_lm.command_line import run_program
 from tost_lm.errors import ConfigError, install_hint
 from tost_lm.parallel.launch import start_ranks
 from tost_lm.pretrain.plan.memory import checkpoint_bytes

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from tost_lm.config import Section, recipes, run_program
+from tost_lm.command_line import run_program
+from tost_lm.config import Section, recipes
 from tost_lm.errors import ConfigError, did_you_mean
 
 STARTED_BY = {"train.sbatch": ["launch.sh"]}

@@ -15,7 +15,7 @@ from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.text_file import TextFile, ids_of
 from tost_lm.markdown import escape, table
 from tost_lm.page import CONTRAST, DARK, Chart, Page, column, line_data, new_figure, position_axis
-from tost_lm.tasks.sections import EvaluatedModel, checkpoint_line
+from tost_lm.tasks.evaluated_model import EvaluatedModel, checkpoint_line
 from tost_lm.tasks.task import Family, Inputs, Measure, Measurement, Place, Row, Task
 
 if TYPE_CHECKING:
