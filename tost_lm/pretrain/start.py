@@ -219,8 +219,8 @@ def _with_initial_weights(
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
-        ConfigError: its model differs from [model] (a line for each difference), except in the base of its rotary
-            embedding; a branch cannot continue it, or has another shape.
+        ConfigError: its model differs from [model] (a line for each difference), except in the base and scaling of its
+            rotary embedding; a branch cannot continue it, or has another shape.
         DataError: its tokenizer is not that of the shards.
     """
     branch, path = config.train.branch_from is not None, config.train.branch_from or config.train.initial_weights
