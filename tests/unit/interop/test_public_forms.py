@@ -39,7 +39,7 @@ SCALED = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 2048}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 4096}
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
 ODD = {
     "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 24, "linear_num_key_heads": 2,
@@ -50,7 +50,7 @@ MODELS: dict[str, tuple[PublicForm, dict[str, Any]]] = {
     "SmolLM2": (LLAMA, {"num_attention_heads": 2, "num_hidden_layers": 3, "tie_word_embeddings": True}),
     "Llama 3": (LLAMA, {**GROUPED, "rope_parameters": SCALED, "head_dim": 24, "rms_norm_eps": 1e-3}),
     "Llama, YaRN": (LLAMA, {**GROUPED, "rope_parameters": {
-        **YARN, "factor": 2.5, "attention_factor": 0.1 * math.log(2.5) + 1, "beta_fast": 32.0,
+        **YARN, "factor": 2.5, "attention_factor": 0.1 * math.log(2.5) + 1, "beta_fast": 32.0, "truncate": True,
     }}),
     "Llama, linear": (LLAMA, {**GROUPED, "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e3}}),
     "Qwen3": (QWEN3, {**GROUPED, "head_dim": 12, "max_window_layers": 0}),
@@ -58,7 +58,7 @@ MODELS: dict[str, tuple[PublicForm, dict[str, Any]]] = {
     "Qwen3.5": (QWEN3_5, {**ODD, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, **PARTIAL}}),
     "Qwen3.5, YaRN at 4 times its length": (QWEN3_5, {
         **ODD, "max_position_embeddings": 92,
-        "rope_parameters": {**YARN, "rope_theta": 10.0, "original_max_position_embeddings": 23, **PARTIAL},
+        "rope_parameters": {**YARN, "rope_theta": 2.0, "original_max_position_embeddings": 23, **PARTIAL},
     }),
     "Qwen3.5 without positions": (QWEN3_5, {
         "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True, "linear_num_key_heads": 2,
