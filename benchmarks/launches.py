@@ -28,6 +28,7 @@ from tost_lm.config import Section, validate
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import compile_blocks
 from tost_lm.ops.positions import SequenceInfo
+from tost_lm.ops.rotary import Rotary
 from tost_lm.testing.operations import Operations
 
 
@@ -191,7 +192,7 @@ def _layer_input(model: TostLM, tokens: Tensor, cu_seqlens: Tensor) -> tuple[Ten
     settings = model.config
     info = SequenceInfo.of(tokens, None, cu_seqlens, output_state=False)
     x_BTC = torch.zeros(*tokens.shape, settings.width, dtype=torch.bfloat16, requires_grad=True)
-    return x_BTC, info.with_rotary((settings.width // settings.heads, 10000.0), torch.float32)
+    return x_BTC, info.with_rotary(Rotary(settings.width // settings.heads, 10000.0), torch.float32)
 
 
 if __name__ == "__main__":

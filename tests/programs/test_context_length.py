@@ -7,6 +7,7 @@ import pytest
 from programs import refusal, run
 
 import tost_lm
+from tost_lm.ops.rotary import Rotary
 
 TRAINED = 96
 MODEL = [
@@ -76,10 +77,11 @@ def test_it_is_the_longest_of_all_phases_of_training(longer: Path):
     assert [model.config.context_length for model in steps] == [TRAINED, TRAINED]
 
 
-def test_a_second_phase_may_have_another_base_of_the_rotary_embedding(longer: Path):
+def test_a_second_phase_may_have_another_rotary_embedding(longer: Path):
     again = ["run.name=base", "train.initial_weights=runs/longer", "model.softmax.rope_theta=500000"]
-    run("tost train", "run.toml", *MODEL, *again, cwd=longer)
-    assert tost_lm.load(longer / "runs/base").config.softmax.rope_theta == 500000
+    scaled = ["model.softmax.rope_scaling=linear", "model.softmax.rope_scaling_factor=2"]
+    run("tost train", "run.toml", *MODEL, *again, *scaled, cwd=longer)
+    assert tost_lm.load(longer / "runs/base").config.rotary == Rotary(8, 500000, "linear", 2)
     none = ["run.name=other", "model.softmax.rope_theta=0"]
     printed = refusal("tost train", "run.toml", *MODEL, *again, *none, cwd=longer)
     assert printed.splitlines()[1:] == ["model.softmax.rope_theta: 10000.0 → 0.0"]

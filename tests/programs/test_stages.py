@@ -11,9 +11,10 @@ from forked import Forked, free_port
 from fresh_step import fresh_steps, state_of
 from programs import curve, refusal, run, snapshot, weights, write_corpus
 
-from tost_lm.checkpointing.format import Progress, StoredTensors
+from tost_lm.checkpointing.format import Progress, StoredTensors, read_model_config
 from tost_lm.checkpointing.run_folder import step_folder
 from tost_lm.files import read_rows
+from tost_lm.ops.rotary import Rotary
 from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, run_on_ranks
 
 STAGES = """
@@ -32,6 +33,7 @@ train.seq_len = 256
 data.packing = "best-fit"
 optim.warmup_steps = 1
 memory.tile_tokens = 64
+model.softmax = { rope_scaling = "yarn", rope_scaling_factor = 2.0, rope_original_length = 128 }
 {longest}
 """
 MODEL = ["model.positions=none", "model.pattern=DA", "model.softmax.rope_theta=1e4"]
@@ -97,7 +99,10 @@ def test_one_command_trains_all_stages(place: Path):
     assert [(stage.name, stage.first_step, stage.seq_len) for stage in progress.stages] == [
         ("start", 0, 64), ("longer", 4, 128), ("longest", 8, 256),
     ]  # fmt: skip
+    models = [read_model_config(step_folder(place / "runs/whole", step)) for step in (8, 10)]
+    assert [model.rotary for model in models] == [Rotary(8, 1e4), Rotary(8, 1e4, "yarn", 2.0, 128)]
     card = (step_folder(place / "runs/whole", 10) / "README.md").read_text()
+    assert "A softmax attention with a rotary embedding scaled by 2 (yarn) |" in card
     assert "| trained context | 256 tokens |" in card
     assert (
         "| stage longer | 4 of 4 steps of 2 sequences of 128 tokens, concatenated, cosine, learning rate 0.005" in card

@@ -68,8 +68,16 @@ FIXED: dict[str, Any] = {
     "kv_sharing_modes": None,
 }  # fmt: skip
 """Their settings with one supported value; the class of a form may not have them all."""
-SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Their settings of Llama 3's scaling, beside its factor."""
+ROTARY = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+"""Their settings of a rotary embedding, of every type."""
+LENGTH, LLAMA3 = "original_max_position_embeddings", {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED: dict[str, tuple[set[str], dict[str, Any]]] = {
+    "default": (set(), {}),
+    "linear": ({"factor"}, {}),
+    "llama3": ({"factor", LENGTH}, LLAMA3),
+    "yarn": ({"factor", LENGTH, "attention_factor"}, {"beta_fast": 32, "beta_slow": 1, "truncate": True}),
+}
+"""By their type of the rotary embedding, the settings of its scaling, and those with one supported value."""
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float32}
 """Those that are read, by their names in safetensors, and written."""
 KEPT_FILES = ("*token*", "vocab.*", "merges.*", "chat_template.*", "generation_config.json")
@@ -242,40 +250,49 @@ class PublicForm:
             ConfigError: the sizes are inconsistent.
         """
         rope: dict[str, Any] = getattr(theirs, "rope_parameters", None) or {}
-        kind, fraction = rope.get("rope_type", "default"), {} if self.partial_rotary else {"partial_rotary_factor": 1.0}
-        supported = {**FIXED, **self.fixed, **fraction, **(SCALED if kind == "llama3" else {"rope_type": "default"})}
+        if (scaling := rope.get("rope_type", "default")) not in list(SCALED):  # perhaps no string
+            raise _unsupported(where, "rope_type", scaling, f"with one of {', '.join(SCALED)}")
+        if (length := getattr(theirs, LENGTH, None)) is not None:  # it would replace that of another scaling
+            raise _unsupported(where, LENGTH, length, "with it in rope_parameters")
+        read, fixed = SCALED[scaling]
+        unknown = sorted(name for name in rope.keys() - ROTARY - read if not name.startswith("mrope"))
+        fraction = {} if self.partial_rotary else {"partial_rotary_factor": 1.0}
+        supported = {**dict.fromkeys(unknown), **FIXED, **self.fixed, **fraction, **fixed}
         for name, value in supported.items():
             for given in (rope.get(name, value), getattr(theirs, name, value)):
                 if given != value:
-                    raise CheckpointError(f"{where}: unsupported {name}: {given!r}; give a model with {value!r}")
+                    raise _unsupported(where, name, given, f"with {value!r}")
         kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * theirs.num_hidden_layers
         if strange := set(kinds) - {kind for kind, letter in LETTERS.items() if letter in self.blocks}:
-            raise CheckpointError(f"{where}: unsupported layer_types: {min(strange)!r}; give a model without them")
+            raise _unsupported(where, "layer_types", min(strange), "without them")
         letters = "".join(LETTERS[kind] for kind in kinds)
         flat = {**SETTINGS, **self.settings, "pattern": _shortest_pattern(letters)}
         flat |= {ours: getattr(theirs, name) for ours, name in self._sizes.items()}
-        flat |= {"softmax.rope_theta": 0.0, "softmax.rope_scaling_factor": rope["factor"] if kind == "llama3" else 1.0}
-        if not self.without_rotary or any(rope.get(name) != value for name, value in self.without_rotary.items()):
-            if not (theta := rope.get("rope_theta")):
-                raise CheckpointError(f"{where}: unsupported rope_theta: {theta!r}; give a model with one above 0")
-            flat["softmax.rope_theta"] = theta
-            flat["softmax.rotary_fraction"] = rope.get("partial_rotary_factor", 1.0)
-        return validate(ModelConfig, _nested(flat), str(where))
+        flat |= self._our_rotary(rope, where)
+        config = validate(ModelConfig, _nested(flat), str(where))
+        usual = config.rotary and config.rotary.amplitude
+        if (given := rope.get("attention_factor")) not in (None, usual):
+            raise _unsupported(where, "attention_factor", given, f"with {usual!r}")
+        return config
 
     def their_settings(self, config: ModelConfig, eot: int, *, as_read: bool = False, like: Path | None = None) -> Any:
         """The configuration of a model whose documents end with the token `eot`; others as in `write`."""
         ours = self._ours(config)
         if not as_read and not config.softmax.rope_theta:
             ours["context_length"] = max(config.context_length, UNLIMITED)
-        settings = {} if like is None else self._read_config(like).to_dict()
+        settings, rotary = {}, self._their_rotary(config)
+        if like is not None:
+            theirs = self._read_config(like)
+            settings = theirs.to_dict()
+            same, kept = self._their_rotary(self.our_settings(theirs, like / CONFIG)) == rotary, theirs.rope_parameters
+            rotary |= {name: value for name, value in (kept or {}).items() if same or name.startswith("mrope")}
         ends = settings.get("eos_token_id")
         if eot not in (ends if isinstance(ends, list) else [ends]):
             settings |= {"bos_token_id": None, "eos_token_id": eot, "pad_token_id": None}
         if "D" in self.blocks:
             kinds = {letter: kind for kind, letter in LETTERS.items()}
             settings["layer_types"] = [kinds[letter] for letter in config.letters]
-        of_images = {name: x for name, x in (settings.get("rope_parameters") or {}).items() if name.startswith("mrope")}
-        settings["rope_parameters"] = of_images | self._their_rotary(config)
+        settings["rope_parameters"] = rotary
         config_class = getattr(transformers_library(), self.config_class)
         return config_class(**settings | {theirs: ours[name] for name, theirs in self._sizes.items()})
 
@@ -373,13 +390,30 @@ class PublicForm:
             )
         return ours
 
+    def _our_rotary(self, rope: Mapping[str, Any], where: Path) -> dict[str, Any]:
+        """Our settings of a rotary embedding whose type is in SCALED. Raises CheckpointError."""
+        if self.without_rotary and all(rope.get(name) == value for name, value in self.without_rotary.items()):
+            return {"softmax.rope_theta": 0.0}
+        if not (theta := rope.get("rope_theta")):
+            raise _unsupported(where, "rope_theta", theta, "with one above 0")
+        ours = {"softmax.rope_theta": theta, "softmax.rotary_fraction": rope.get("partial_rotary_factor", 1.0)}
+        if (scaling := rope.get("rope_type", "default")) != "default":
+            ours |= {"softmax.rope_scaling": scaling, "softmax.rope_scaling_factor": rope.get("factor")}
+        if LENGTH in SCALED[scaling][0]:
+            ours["softmax.rope_original_length"] = rope.get(LENGTH)
+        return ours
+
     def _their_rotary(self, config: ModelConfig) -> dict[str, Any]:
         own = config.softmax
         rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": own.rope_theta or 10000.0}
         if not own.rope_theta:
             return rotary | (self.without_rotary or {})
         if own.rope_scaling_factor != 1:
-            rotary |= {"rope_type": "llama3", "factor": own.rope_scaling_factor, **SCALED}
+            rotary |= {"rope_type": own.rope_scaling, "factor": own.rope_scaling_factor}
+            if own.rope_scaling != "linear":
+                rotary[LENGTH] = own.rope_original_length
+            if own.rope_scaling == "llama3":
+                rotary |= LLAMA3
         return rotary | ({"partial_rotary_factor": own.rotary_fraction} if self.partial_rotary else {})
 
     def _parameters(self, config: ModelConfig) -> Iterator[tuple[str, list[str], Tensor | None]]:
@@ -412,6 +446,10 @@ def _explained(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:
         raise CheckpointError(f"{folder / CONFIG}: transformers rejects it: {first_line(error)}; correct it") from None
+
+
+def _unsupported(where: Path, name: str, given: object, instead: str) -> CheckpointError:
+    return CheckpointError(f"{where}: unsupported {name}: {given!r}; give a model {instead}")
 
 
 def _check_supported(ours: Mapping[str, Any], supported: Mapping[str, Any], theirs: str) -> None:

@@ -1,22 +1,11 @@
 """The part of a model's settings that a mixer reads."""
 
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from tost_lm.config import Section
 
 Settings = TypeVar("Settings", bound=Section)
-
-
-class Rotary(NamedTuple):
-    """The rotary embedding whose angles a mixer reads."""
-
-    channels: int
-    """Rotated channels of a head."""
-    theta: float
-    """The base."""
-    scaling_factor: float = 1.0
-    """The factor of Llama 3's scaling; 1: none."""
 
 
 @dataclass(frozen=True)

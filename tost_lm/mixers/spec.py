@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 from tost_lm.config import Section
-from tost_lm.mixers.shape import MixerShape, Rotary
+from tost_lm.mixers.shape import MixerShape
+from tost_lm.ops.rotary import Rotary
 from tost_lm.sizes import ALL_GATHER_RANKS
 
 

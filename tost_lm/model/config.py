@@ -9,8 +9,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from tost_lm.config import Section, is_from_user
 from tost_lm.mixers.plugins import complete_settings, run_plugin, settings_of, unknown_letters
 from tost_lm.mixers.registry import SPECS, MixerSettings
-from tost_lm.mixers.shape import MixerShape, Rotary
+from tost_lm.mixers.shape import MixerShape
 from tost_lm.mixers.spec import MixerSpec
+from tost_lm.ops.rotary import Rotary
 
 SWIGLU_MULTIPLE = 256
 """The hidden channels of a SwiGLU are a multiple of it: several tensor ranks have whole tiles of a matrix product."""

@@ -11,9 +11,10 @@ from torch.nn.functional import pad
 
 from tost_lm.ops.layout import LocalDocuments, SequenceShard, to_device
 from tost_lm.ops.registered import handle_for
+from tost_lm.ops.rotary import Rotary
 
-SCALED_POSITIONS, SLOW_TURNS, FAST_TURNS = 8192, 1, 4
-"""Llama 3's scaling changes frequencies of at most FAST_TURNS turns in so many positions, fully up to SLOW_TURNS."""
+SLOW_TURNS, FAST_TURNS = 1, 4
+"""Llama 3's scaling changes frequencies of at most FAST_TURNS turns in the original length, fully up to SLOW_TURNS."""
 FIRST_BIN = 8
 
 
@@ -102,7 +103,7 @@ class SequenceInfo:
         info = cls((), local, None, position_B[:, None], recurrent=True)
         return replace(info, handle=handle_for(info))
 
-    def with_rotary(self, rotary: Sequence[float] | None, dtype: torch.dtype) -> "SequenceInfo":
+    def with_rotary(self, rotary: Rotary | None, dtype: torch.dtype) -> "SequenceInfo":
         """With the angles that `rotary_cos_sin` computes; None: without any."""
         return self if rotary is None else replace(self, rotary=rotary_cos_sin(self.position, rotary, dtype))
 
@@ -147,18 +148,23 @@ def position_ends(tokens: int) -> list[int]:
     return [end for end in ends if end < tokens] + [tokens]
 
 
-def rotary_cos_sin(position: Tensor, rotary: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_cos_sin(position: Tensor, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary embedding of D channels of a head, each [T, D/2] or [B, 1, T, D/2].
 
-    float64 for a float64 `dtype`, else float32.
-
-    Args:
-        rotary: D, the base, and the factor of Llama 3's scaling, 1 if it is left out.
+    float64 for a float64 `dtype`, else float32. Angles are float64: at position 10⁶, float32 has errors of up to 0.03
+    radians. mps has no float64.
     """
-    channels, theta, *scaling = rotary
     position = position if position.dim() == 1 else position[:, None]
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    return _cos_sin(position, int(channels) // 2, theta, dtype, *scaling)
+    angle_dtype = torch.float32 if position.device.type == "mps" else torch.float64
+    pairs = rotary.channels // 2
+    pair = torch.arange(pairs, device=position.device, dtype=angle_dtype)
+    frequency = rotary.theta ** -(pair / pairs)
+    if rotary.factor != 1:
+        kept = _kept(rotary, pair, frequency)
+        frequency = frequency * (kept + (1 - kept) / rotary.factor)
+    angles = position[..., None] * frequency
+    return (angles.cos() * rotary.amplitude).to(dtype), (angles.sin() * rotary.amplitude).to(dtype)
 
 
 def apply_rotary(x_BHTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -170,19 +176,12 @@ def apply_rotary(x_BHTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return y_BHTR if rotated == x_BHTD.shape[-1] else torch.cat([y_BHTR, x_BHTD[..., rotated:]], -1)
 
 
-def _cos_sin(
-    position: Tensor, frequencies: int, base: float, dtype: torch.dtype, scaling_factor: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position · base^(−i / frequencies), each […, frequencies].
-
-    Angles are float64: at position 10⁶, float32 has errors of up to 0.03 radians. mps has no float64.
-    """
-    angle_dtype = torch.float32 if position.device.type == "mps" else torch.float64
-    exponents = torch.arange(frequencies, device=position.device, dtype=angle_dtype) / frequencies
-    frequency = base**-exponents
-    if scaling_factor != 1:
-        turns = frequency * SCALED_POSITIONS / (2 * math.pi)
-        kept = ((turns - SLOW_TURNS) / (FAST_TURNS - SLOW_TURNS)).clamp(0, 1)
-        frequency = frequency * (kept + (1 - kept) / scaling_factor)
-    angles = position[..., None] * frequency
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+def _kept(rotary: Rotary, pair: Tensor, frequency: Tensor) -> Tensor | float:
+    """The fraction of each frequency that a scaling keeps; it divides the rest by its factor."""
+    if rotary.scaling == "llama3":
+        turns = frequency * rotary.original_length / (2 * math.pi)
+        return ((turns - SLOW_TURNS) / (FAST_TURNS - SLOW_TURNS)).clamp(0, 1)
+    if rotary.scaling == "yarn":
+        kept, slowed = rotary.yarn_pairs
+        return 1 - ((pair - kept) / (slowed - kept)).clamp(0, 1)
+    return 0.0

@@ -241,11 +241,12 @@ def _schedule(optim: OptimConfig, steps: int) -> tuple[object, ...]:
 
 
 def require_same_model(theirs: ModelConfig, ours: ModelConfig, what: str) -> None:
-    """Raises ConfigError unless both models are the same but for the base of their rotary embedding."""
+    """Raises ConfigError unless both models are the same but for the base and scaling of their rotary embedding."""
     theirs, ours = _in_use(theirs), _in_use(ours)
     if theirs.softmax.rope_theta and ours.softmax.rope_theta:
-        softmax = theirs.softmax.model_copy(update={"rope_theta": ours.softmax.rope_theta})
-        theirs = theirs.model_copy(update={"softmax": softmax})  # another base may extend the context
+        rotary = {name: value for name, value in ours.softmax if name.startswith("rope_")}
+        softmax = theirs.softmax.model_copy(update=rotary)
+        theirs = theirs.model_copy(update={"softmax": softmax})  # they may extend the context
     if changed := differences(theirs, ours):
         raise ConfigError(
             f"{what}: its model differs from [model]; set [model] to the same values\n"

@@ -98,7 +98,7 @@ class TrainConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     initial_weights: Annotated[Path | None, TAKES_URLS] = None
-    """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Without [model] the model is that of the weights, else both must be equal except in model.softmax.rope_theta. Unset: weights are drawn at random."""
+    """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Without [model] the model is that of the weights, else both must be equal except in the settings model.softmax.rope_*. Unset: weights are drawn at random."""
     branch_from: Annotated[Path | None, TAKES_URLS] = None
     """Branch: continue the run of this step folder in a run folder of its own, with its optimizer state, as one more stage: see [[stages]]. Also continues converted checkpoints of the released code."""
     rewind: int | None = Field(default=None, gt=0)
@@ -249,7 +249,7 @@ class StageConfig(Section):
     tokens: int | None = Field(default=None, gt=0)
     """Its tokens, for example 2e9, rounded up to whole steps; unset: it ends after train.steps."""
     model: dict[str, Any] = Field(default_factory=dict)
-    """Changes of [model] that keep the shapes of all parameters, such as softmax.rope_theta."""
+    """Changes of [model] that keep the shapes of all parameters, such as softmax.rope_theta and softmax.rope_scaling."""
     data: dict[str, Any] = Field(default_factory=dict)
     """Shards with the same tokenizer."""
     optim: dict[str, Any] = Field(default_factory=dict)

@@ -178,8 +178,8 @@ def _with_initial_weights(start: StageRun, warn: Callable[[str], None], verify: 
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
-        ConfigError: its model differs from [model] (a line for each difference), except in the base of its rotary
-            embedding; a branch cannot continue it, or has another shape.
+        ConfigError: its model differs from [model] (a line for each difference), except in the base and scaling of its
+            rotary embedding; a branch cannot continue it, or has another shape.
         DataError: its tokenizer is not that of the shards.
     """
     config, train = start.config, start.config.train

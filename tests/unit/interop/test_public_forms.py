@@ -4,6 +4,7 @@ Models are small, with drawn weights.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
@@ -38,16 +39,26 @@ SCALED = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 4096}
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+ODD = {
+    "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 24, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 5, "linear_value_head_dim": 7, "rms_norm_eps": 1e-4,
+}  # fmt: skip
+PARTIAL = {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 1], "mrope_interleaved": True}
 MODELS: dict[str, tuple[PublicForm, dict[str, Any]]] = {
     "SmolLM2": (LLAMA, {"num_attention_heads": 2, "num_hidden_layers": 3, "tie_word_embeddings": True}),
     "Llama 3": (LLAMA, {**GROUPED, "rope_parameters": SCALED, "head_dim": 24, "rms_norm_eps": 1e-3}),
+    "Llama, YaRN": (LLAMA, {**GROUPED, "rope_parameters": {
+        **YARN, "factor": 2.5, "attention_factor": 0.1 * math.log(2.5) + 1, "beta_fast": 32.0, "truncate": True,
+    }}),
+    "Llama, linear": (LLAMA, {**GROUPED, "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e3}}),
     "Qwen3": (QWEN3, {**GROUPED, "head_dim": 12, "max_window_layers": 0}),
-    "Qwen3.5": (QWEN3_5, {
-        "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 24, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 5, "linear_value_head_dim": 7, "rms_norm_eps": 1e-4,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
-                            "mrope_section": [1, 1, 1], "mrope_interleaved": True},
+    "Qwen3, YaRN": (QWEN3, {**GROUPED, "head_dim": 12, "max_window_layers": 0, "rope_parameters": YARN}),
+    "Qwen3.5": (QWEN3_5, {**ODD, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, **PARTIAL}}),
+    "Qwen3.5, YaRN at 4 times its length": (QWEN3_5, {
+        **ODD, "max_position_embeddings": 92,
+        "rope_parameters": {**YARN, "rope_theta": 2.0, "original_max_position_embeddings": 23, **PARTIAL},
     }),
     "Qwen3.5 without positions": (QWEN3_5, {
         "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True, "linear_num_key_heads": 2,
@@ -183,6 +194,10 @@ def test_a_model_written_back_is_equal(tmp_path: Path, kind: str, *, published: 
     assert_equal_bits(load_file(tmp_path / "back/model.safetensors"), load_file(folder / "model.safetensors"))
     written = {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir() if path.suffix != ".safetensors"}
     assert written == {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".safetensors"}
+    form.write(tmp_path / "alone", config, weights, tokenizer, as_read=True)
+    alone = form.read(tmp_path / "alone")
+    assert alone.config == config
+    assert_equal_bits(alone.weights, weights)
 
 
 @pytest.mark.parametrize("kind", ["SmolLM2", "Qwen3.5", "OLMo-Hybrid, rotary, grouped heads"])
@@ -236,7 +251,8 @@ def test_the_text_part_of_a_model_of_images_is_read_and_written_into_a_copy(tmp_
     assert_equal_bits(weights, dict(build_ours("Qwen3.5", text).state_dict()))
     tokenizer = read_their_tokenizer(tmp_path / "theirs")
     assert tokenizer is not None
-    longer = config.model_copy(update={"context_length": 1 << 21})
+    scaled = config.softmax.model_copy(update={"rope_scaling": "yarn", "rope_scaling_factor": 4.0})
+    longer = config.model_copy(update={"context_length": 1 << 21, "softmax": scaled})
     trained = {name: weight + 1 for name, weight in weights.items()}
     QWEN3_5.write(tmp_path / "back", longer, trained, tokenizer, like=tmp_path / "theirs", card="new")
     assert_equal_bits(QWEN3_5.read(tmp_path / "back").weights, trained)
@@ -297,7 +313,14 @@ def change(folder: Path, **settings: Any) -> None:
         ({"hidden_act": "gelu"}, r"config\.json: unsupported hidden_act: 'gelu'; give a model with 'silu'$"),
         ({"attention_bias": True}, r"unsupported attention_bias: True; give a model with False$"),
         ({"linear_conv_kernel_dim": 3}, r"unsupported linear_conv_kernel_dim: 3; give a model with 4$"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, r"rope_type: 'linear'; give"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+         r"rope_type: 'dynamic'; give a model with one of default, linear, llama3, yarn$"),
+        ({"rope_parameters": {**YARN, "attention_factor": 1.2}}, r"attention_factor: 1\.2; give a model with 1\.1386"),
+        ({"rope_parameters": {**YARN, "beta_fast": 16.0}}, r"unsupported beta_fast: 16\.0; give a model with 32$"),
+        ({"original_max_position_embeddings": 8}, r"embeddings: 8; give a model with it in rope_parameters$"),
+        ({"rope_parameters": {**YARN, "mscale": 1.0}}, r"unsupported mscale: 1\.0; give a model with None$"),
+        ({"rope_parameters": {**YARN, "factor": 0.5}}, r"rope_scaling_factor: .*0\.5"),
+        ({"rope_parameters": {**YARN, "rope_theta": 1.0}}, r"rope_theta 1\.0: .* yarn needs a base above 1; raise it$"),
         ({"hidden_size": "32"}, r"config\.json: transformers rejects it: .*hidden_size.*; correct it$"),
         ({"_attn_implementation": "publisher/kernel"}, r"unsupported _attn_implementation, for .*: publisher/kernel;"),
         ({"layer_types": ["linear_attention"] * 4}, r"rejects it: .*at least one attention layer; correct it$"),
@@ -417,7 +440,7 @@ def truth() -> Trained:
     return train_theirs(torch.float64)
 
 
-@pytest.mark.parametrize("kind", ["Llama 3", "Qwen3", "Qwen3.5", "OLMo-Hybrid"])
+@pytest.mark.parametrize("kind", ["Llama 3", "Qwen3, YaRN", "Qwen3.5, YaRN at 4 times its length", "OLMo-Hybrid"])
 def test_ten_steps_are_those_of_transformers_in_float64(kind: str):
     expected, their_weights = train_theirs(torch.float64, kind=kind)
     assert expected[-1] < expected[0] - 1, "too little was learned"

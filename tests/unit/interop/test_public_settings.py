@@ -125,7 +125,7 @@ def differing(kind: str, theirs: Any, changes: list[Change]) -> list[Change]:
     return differing(kind, theirs, changes[:half]) + differing(kind, theirs, changes[half:])
 
 
-@pytest.mark.parametrize("kind", ["Llama 3", "Qwen3", "Qwen3.5", "OLMo-Hybrid, rotary, grouped heads"])
+@pytest.mark.parametrize("kind", ["Llama 3", "Qwen3, YaRN", "Qwen3.5", "OLMo-Hybrid, rotary, grouped heads"])
 @torch.no_grad()
 def test_each_setting_has_its_effect_in_transformers_or_is_refused(kind: str):
     """Odd values are drawn for each. Settings that change nothing in ours are changed together."""

@@ -1,5 +1,6 @@
 """Forms of norm, MLP, head and softmax attention against plain formulas, in float64, with every gradient."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
+from tost_lm.mixers.softmax.settings import SoftmaxSettings
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.parallel.settings import obstacle_to_tensor_ranks
 from tost_lm.testing import assert_close
@@ -20,7 +22,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "rms": {"norm": "rms", "bias": True},
     "swiglu": {"mlp": "swiglu", "bias": True},
     "untied head": {"tied_head": False},
-    "grouped queries": {"softmax": {"kv_heads": 2}},
+    "grouped queries": {"softmax": {"kv_heads": 2, "rope_scaling_factor": 8.0, "rope_original_length": 1000}},
     "norms of queries and keys": {"softmax": {"qk_norm": True}},
     "all": {**other_forms(window=3), "bias": True},
     "norms after, of all heads": {
@@ -32,7 +34,10 @@ FORMS: dict[str, dict[str, Any]] = {
         "softmax": {"qk_norm": "all-heads", "kv_heads": 2},
     },
     "LayerNorm after": {"norm_after": "A", "bias": True, "mlp_hidden": 24},
-    "one key": {"softmax": {"kv_heads": 1, "window": T}, "bias": True},
+    "one key": {
+        "softmax": {"kv_heads": 1, "window": T, "rope_scaling": "linear", "rope_scaling_factor": 3.0},
+        "bias": True,
+    },
 }
 all_forms = pytest.mark.parametrize("form", FORMS)
 
@@ -108,22 +113,33 @@ def attention(p: dict[str, Tensor], config: ModelConfig, x: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor, config: ModelConfig) -> Tensor:
-    """Channel d and d + R/2 of position t are a complex number that is turned by t / 10000^(2d/R)."""
+    """Channel d and d + R/2 of position t are a complex number that is turned by t times its speed."""
     own, R = config.softmax, int(x.shape[-1] * config.softmax.rotary_fraction)
-    speeds = [10000.0 ** (-2 * d / R) for d in range(R // 2)]
-    angle = torch.arange(T).double()[:, None] * torch.tensor(
-        [scaled_speed(s, own.rope_scaling_factor) for s in speeds], dtype=torch.float64
-    )
-    turned = torch.complex(x[..., : R // 2], x[..., R // 2 : R]) * torch.polar(torch.ones_like(angle), angle)
+    speeds = torch.tensor([speed_of(d, R, own) for d in range(R // 2)], dtype=torch.float64)
+    angle = torch.arange(T).double()[:, None] * speeds
+    size = torch.full_like(angle, 1 + math.log(own.rope_scaling_factor) / 10 if own.rope_scaling == "yarn" else 1)
+    turned = torch.complex(x[..., : R // 2], x[..., R // 2 : R]) * torch.polar(size, angle)
     return torch.cat([turned.real, turned.imag, x[..., R:]], -1)
 
 
-def scaled_speed(speed: float, factor: float) -> float:
-    """Llama 3's scaling: what turns less than once in 8,192 positions is slower by the factor."""
-    turns = 8192 * speed / (2 * torch.pi)
-    if turns >= 4:
-        return speed
-    return speed / factor if turns <= 1 else speed * ((turns - 1) / 3 + (4 - turns) / 3 / factor)
+def speed_of(d: int, R: int, own: SoftmaxSettings) -> float:
+    """10000^(-2d/R), divided by the factor or by less: the fraction that is kept grows with the turns in the original
+    length from 1 to 4 (llama3), or along the channels from the first with at most 1 to the last with 32 (yarn)."""
+    speeds = [10000.0 ** (-2 * channel / R) for channel in range(R)]
+    turns = [own.rope_original_length * speed / (2 * math.pi) for speed in speeds]
+    kept = 0.0
+    if own.rope_scaling == "llama3":
+        kept = (turns[d] - 1) / 3
+    elif own.rope_scaling == "yarn":
+        begin, end = max(0, sum(x >= 32 for x in turns) - 1), sum(x > 1 for x in turns)
+        kept = (end - d) / (end - begin)
+    kept = min(max(kept, 0), 1)
+    return speeds[d] * (kept + (1 - kept) / own.rope_scaling_factor)
+
+
+def test_a_factor_alone_is_llama_3s_as_in_version_0_1():
+    shape = {"pattern": "A", "layers": 1, "heads": 2, "width": 32, "softmax": {"rope_scaling_factor": 8.0}}
+    assert validate(ModelConfig, shape, "test").rotary == (16, 1e4, "llama3", 8.0, 8192)
 
 
 @all_forms

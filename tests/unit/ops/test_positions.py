@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from tost_lm.ops.positions import apply_rotary, rotary_cos_sin
+from tost_lm.ops.rotary import Rotary
 
 FAR = 1_000_003
 
@@ -14,7 +15,7 @@ FAR = 1_000_003
 def test_rotary_embedding_is_a_product_of_complex_numbers():
     position = torch.tensor([0, 1, 2, 900, FAR])
     x = torch.randn(2, 3, 5, 8, dtype=torch.float64)
-    turned = apply_rotary(x, rotary_cos_sin(position, (8, 10000.0), x.dtype))
+    turned = apply_rotary(x, rotary_cos_sin(position, Rotary(8, 10000.0), x.dtype))
     for n, p in enumerate(position.tolist()):
         for i in range(4):
             turn = complex(math.cos(p * 10000 ** (-i / 4)), math.sin(p * 10000 ** (-i / 4)))
@@ -27,8 +28,8 @@ def test_rotary_embedding_is_a_product_of_complex_numbers():
 def test_rotary_embedding_is_exact_far_out_in_low_precision(dtype: torch.dtype):
     position = torch.arange(FAR, FAR + 20)
     x = torch.randn(1, 2, 20, 16).to(dtype)
-    turned = apply_rotary(x, rotary_cos_sin(position, (16, 10000.0), dtype))
-    exact = apply_rotary(x.double(), rotary_cos_sin(position, (16, 10000.0), torch.float64))
+    turned = apply_rotary(x, rotary_cos_sin(position, Rotary(16, 10000.0), dtype))
+    exact = apply_rotary(x.double(), rotary_cos_sin(position, Rotary(16, 10000.0), torch.float64))
     assert turned.dtype == dtype
     assert_close(turned.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
 
@@ -36,6 +37,6 @@ def test_rotary_embedding_is_exact_far_out_in_low_precision(dtype: torch.dtype):
 def test_rows_at_different_positions_turn_by_their_own():
     position = torch.tensor([[0, 1, 2], [7, 8, 9]])
     x = torch.randn(2, 3, 3, 4, dtype=torch.float64)
-    turned = apply_rotary(x, rotary_cos_sin(position, (4, 100.0), x.dtype))
+    turned = apply_rotary(x, rotary_cos_sin(position, Rotary(4, 100.0), x.dtype))
     for row in range(2):
-        assert torch.equal(turned[row], apply_rotary(x[row], rotary_cos_sin(position[row], (4, 100.0), x.dtype)))
+        assert torch.equal(turned[row], apply_rotary(x[row], rotary_cos_sin(position[row], Rotary(4, 100.0), x.dtype)))

@@ -9,5 +9,8 @@ OTHER_FORMS: dict[str, Any] = {
 
 def other_forms(**softmax: Any) -> dict[str, Any]:
     """The settings of blocks as in Qwen3.5, with more of softmax layers."""
-    gated = {"gate": True, "head_size": 12, "rotary_fraction": 0.5, "rope_scaling_factor": 8.0}
+    gated = {
+        "gate": True, "head_size": 12, "rotary_fraction": 0.5, "rope_scaling": "yarn", "rope_scaling_factor": 4.0,
+        "rope_original_length": 2048,
+    }  # fmt: skip
     return {**OTHER_FORMS, "norm": "rms-zero-centered", "softmax": {**OTHER_FORMS["softmax"], **gated, **softmax}}

@@ -17,9 +17,9 @@ Sequence ranks gather keys and values of all tokens of a tile, or of the last w 
 what was received. Without a window they gather those of the earlier tiles one by one, and again.
 """
 
-from tost_lm.mixers.shape import Rotary
 from tost_lm.mixers.softmax.settings import SoftmaxShape, SoftmaxSizes
 from tost_lm.mixers.spec import BLOCK_LAUNCHES, NO_FLOPS, Flops, GatheredTokens, Load, MixerSpec, OwnNumbers
+from tost_lm.ops.rotary import Rotary
 
 
 class SoftmaxSpec(MixerSpec):
@@ -30,7 +30,11 @@ class SoftmaxSpec(MixerSpec):
     kernel_bandwidth = 0.4  # flash attention with 1,024 tokens on an H200, beside what its FLOPs take
 
     def description(self, shape: SoftmaxShape) -> str:
-        return "softmax attention" + (f" over {shape.own.window:,} tokens" if shape.own.window else "")
+        window, rotary = shape.own.window, self.rotary(shape)
+        text = "softmax attention" + (f" over {window:,} tokens" if window else "")
+        if rotary and rotary.factor != 1:
+            text += f" with a rotary embedding scaled by {rotary.factor:g} ({rotary.scaling})"
+        return text
 
     def splits_width(self, shape: SoftmaxShape) -> bool:
         return shape.own.head_size is None
@@ -47,13 +51,16 @@ class SoftmaxSpec(MixerSpec):
                 f"model.softmax: a rotary embedding rotates pairs of channels, not {rotary.channels} of a head; change "
                 "model.width, model.heads, softmax.head_size or rotary_fraction, or set softmax.rope_theta=0"
             )
+        if rotary and rotary.scaling == "yarn" and rotary.theta <= 1:
+            return f"model.softmax.rope_theta {rotary.theta}: softmax.rope_scaling yarn needs a base above 1; raise it"
         return None
 
     def rotary(self, shape: SoftmaxShape) -> Rotary | None:
         own = shape.own
         if not own.rope_theta:
             return None
-        return Rotary(int(SoftmaxSizes.of(shape).head * own.rotary_fraction), own.rope_theta, own.rope_scaling_factor)
+        rotated = int(SoftmaxSizes.of(shape).head * own.rotary_fraction)
+        return Rotary(rotated, own.rope_theta, own.rope_scaling, own.rope_scaling_factor, own.rope_original_length)
 
     def kept_tokens(self, shape: SoftmaxShape) -> int | None:
         return shape.own.window or None
