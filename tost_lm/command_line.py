@@ -11,10 +11,11 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+from textwrap import fill
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
@@ -131,11 +132,20 @@ def ignore_output_errors() -> None:
 
 
 def help_text(doc: str, usage: str, config: type[Section]) -> str:
-    """The text of `--help`: the program's docstring, the usage, and each setting with type, default and description."""
+    """The text of `--help`: the program's docstring, the usage, a line for each section, and the settings outside."""
+    sections = {name: inner for name, field in config.model_fields.items() if (inner := section_of(field.annotation))}
     lines = [doc.strip(), "", f"usage: {usage} [section.key=value …] [--help [SECTION]] [--dry-run]", ""]
     lines += ["section.key=none unsets a setting whose default is None.", ""]
-    lines += _setting_lines(config, "")
-    return "\n".join(lines)
+    if sections:
+        width = max(map(len, sections))
+        lines += ["Sections, whose settings --help SECTION describes:", ""]
+        lines += [f"  {name:<{width}}  {_first_sentence(inner.__doc__ or '')}" for name, inner in sections.items()]
+        lines.append("")
+    return "\n".join([*lines, *_setting_lines(config, "", without=sections)])
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split()).partition(". ")[0].rstrip(".")
 
 
 def _help_of_section(config: type[Section], name: str, usage: str) -> str:
@@ -197,15 +207,18 @@ def _exit_with_lines(error: TostError) -> NoReturn:
     sys.exit(EXIT_INTERRUPTED if error.interrupted else EXIT_BAD_INPUT)
 
 
-def _setting_lines(section: type[Section], prefix: str) -> Iterator[str]:
+def _setting_lines(section: type[Section], prefix: str, without: Container[str] = ()) -> Iterator[str]:
     for name, field in section.model_fields.items():
+        if name in without:
+            continue
         if inner := section_of(field.annotation):
             named = "NAME." if get_origin(field.annotation) is dict else ""
             yield from _setting_lines(inner, f"{prefix}{name}.{named}")
         else:
             kind = _type_name(field.annotation)
             default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)!r}"
-            yield f"  {prefix}{name}  ({kind}, {default})\n      {field.description}"
+            text = fill(field.description or "", 110, initial_indent=6 * " ", subsequent_indent=6 * " ")
+            yield f"  {prefix}{name}  ({kind}, {default})\n{text}"
 
 
 def _type_name(annotation: Any) -> str:

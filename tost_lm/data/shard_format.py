@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 from pydantic import Field, ValidationError, model_validator
 
-from tost_lm.config import Section
+from tost_lm.config import Section, read_toml, recipes
 from tost_lm.errors import DataError, first_problem
 from tost_lm.files import manifest_content, regular_file
 
@@ -125,6 +125,14 @@ class Manifest(Section):
         return self
 
 
+def _build_command(folder: Path) -> str:
+    """The command that builds a shard folder, with the recipe that names it."""
+    for name, file in recipes().items():
+        if file.parent.name == "data" and read_toml(file).get("shards", {}).get("folder") == str(folder):
+            return f"tost prepare tokenizer {name}, then tost prepare shards {name}"
+    return "tost prepare shards"
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a shard folder, without its hash.
 
@@ -135,7 +143,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         data = regular_file(path).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{folder}: not a shard folder; build one with tost prepare shards") from None
+        raise DataError(f"{folder}: not a shard folder; build one with {_build_command(folder)}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; {AGAIN}") from None
     content = manifest_content(data)
