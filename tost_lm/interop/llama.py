@@ -1,6 +1,7 @@
 """Llama, the form of Llama 3, SmolLM2 and others: softmax attention with a rotary embedding."""
 
-from tost_lm.interop.public_form import ATTENTION, PublicForm
+from tost_lm.interop.public_form import PublicForm
+from tost_lm.interop.public_layers import ATTENTION
 
 LLAMA = PublicForm(
     "Llama", ("llama",), "LlamaConfig", "LlamaForCausalLM",

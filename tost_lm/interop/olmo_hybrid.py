@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tost_lm.interop.public_form import ATTENTION, DELTA, DELTA_SIZES, QK_NORM, PublicForm
+from tost_lm.interop.public_form import PublicForm
+from tost_lm.interop.public_layers import ATTENTION, DELTA, QK_NORM
 
 CONV = "conv1d.weight"
 """The library's name of a convolution. In files, queries, keys and values have their own."""
@@ -46,7 +47,7 @@ OLMO_HYBRID = _OlmoHybrid(
             "mlp_norm.weight": ["post_feedforward_layernorm.weight"],
         },
     },
-    sizes={**DELTA_SIZES, "delta.beta_to_two": "linear_allow_neg_eigval"},
+    sizes={"delta.beta_to_two": "linear_allow_neg_eigval"},
     settings={"norm_after": "A", "softmax.qk_norm": "all-heads"},
     fixed={"head_dim": None},
     without_rotary={"rope_theta": None},

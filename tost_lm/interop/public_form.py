@@ -32,12 +32,10 @@ from tost_lm.inference.hugging_face import transformers_library
 from tost_lm.interop.authors import check_weights
 from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
 from tost_lm.interop.interface import ForeignFormat, ForeignModel
-from tost_lm.mixers.delta.settings import CONV_TAPS, DeltaSizes
-from tost_lm.mixers.softmax.settings import SoftmaxSizes
+from tost_lm.interop.public_layers import LAYERS, fixed_rotary, our_rotary, their_rotary, unsupported
 from tost_lm.model import ModelConfig
 from tost_lm.model.lm import parameter_shapes
 
-LETTERS = {"linear_attention": "D", "full_attention": "A"}
 SIZES = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
@@ -47,37 +45,16 @@ SIZES = {
     "norm_epsilon": "rms_norm_eps",
     "context_length": "max_position_embeddings",
     "tied_head": "tie_word_embeddings",
-    "softmax.kv_heads": "num_key_value_heads",
 }
 """Our settings, and theirs, of every form."""
-DELTA_SIZES = {
-    "delta.qk_heads": "linear_num_key_heads",
-    "delta.value_heads": "linear_num_value_heads",
-    "delta.qk_size": "linear_key_head_dim",
-    "delta.value_size": "linear_value_head_dim",
-}
 SETTINGS: dict[str, Any] = {
     "positions": "none", "layer_scale": 0.0, "mlp": "swiglu", "norm": "rms", "norm_after": "", "bias": False,
-    "softmax.qk_norm": False, "softmax.window": 0, "softmax.gate": False, "softmax.rotary_fraction": 1.0,
-    "delta.beta_to_two": False, "delta.decay_per_channel": False, "delta.norm_epsilon": 1e-5,
 }  # fmt: skip
-"""Our settings of all models of a form, unless it names others."""
+"""Our settings of all models of a form, unless it names others, beside those of its layers."""
 FIXED: dict[str, Any] = {
     "is_heterogeneous": False, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-    "linear_conv_kernel_dim": CONV_TAPS, "is_causal": True, "sliding_window": None, "attention_chunk_size": None,
-    "kv_sharing_modes": None,
 }  # fmt: skip
-"""Their settings with one supported value; the class of a form may not have them all."""
-ROTARY = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-"""Their settings of a rotary embedding, of every type."""
-LENGTH, LLAMA3 = "original_max_position_embeddings", {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-SCALED: dict[str, tuple[set[str], dict[str, Any]]] = {
-    "default": (set(), {}),
-    "linear": ({"factor"}, {}),
-    "llama3": ({"factor", LENGTH}, LLAMA3),
-    "yarn": ({"factor", LENGTH, "attention_factor"}, {"beta_fast": 32, "beta_slow": 1, "truncate": True}),
-}
-"""By their type of the rotary embedding, the settings of its scaling, and those with one supported value."""
+"""Their settings with one supported value, beside those of layers; the class of a form may not have them all."""
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float32}
 """Those that are read, by their names in safetensors, and written."""
 KEPT_FILES = ("*token*", "vocab.*", "merges.*", "chat_template.*", "generation_config.json")
@@ -94,28 +71,6 @@ LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
 STALE = """
 Only its text part is new: the weights of images, and `mtp.*`, which predict several tokens, are as in {}, hence stale.
 """
-MLP = {
-    "mlp.in_proj.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
-    "mlp.out_proj.weight": ["mlp.down_proj.weight"],
-}
-NORMS = {
-    "mixer_norm.weight": ["input_layernorm.weight"],
-    "mlp_norm.weight": ["post_attention_layernorm.weight"],
-}
-ATTENTION = {
-    "mixer.in_proj.weight": [f"self_attn.{name}_proj.weight" for name in "qkv"],
-    "mixer.out_proj.weight": ["self_attn.o_proj.weight"],
-    **NORMS,
-    **MLP,
-}
-QK_NORM = {f"mixer.{name}_norm.weight": [f"self_attn.{name}_norm.weight"] for name in "qk"}
-DELTA = {
-    "mixer.conv": ["linear_attn.conv1d.weight"],
-    "mixer.log_rate": ["linear_attn.A_log"],
-    "mixer.step_bias": ["linear_attn.dt_bias"],
-    **NORMS,
-    **MLP,
-}
 
 
 class _Stored(NamedTuple):
@@ -141,7 +96,7 @@ class PublicForm:
     config_class: str
     model_class: str
     blocks: dict[str, dict[str, list[str]]]
-    """By letter, our parameters of a block, and theirs whose rows follow each other in it: see `_order`."""
+    """By letter, our parameters of a block, and theirs whose rows follow each other in it: see `PublicLayer.rows`."""
     sizes: dict[str, str] = field(default_factory=dict)
     """Our settings, and theirs, beside SIZES."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -250,48 +205,43 @@ class PublicForm:
             ConfigError: the sizes are inconsistent.
         """
         rope: dict[str, Any] = getattr(theirs, "rope_parameters", None) or {}
-        if (scaling := rope.get("rope_type", "default")) not in list(SCALED):  # perhaps no string
-            raise _unsupported(where, "rope_type", scaling, f"with one of {', '.join(SCALED)}")
-        if (length := getattr(theirs, LENGTH, None)) is not None:  # it would replace that of another scaling
-            raise _unsupported(where, LENGTH, length, "with it in rope_parameters")
-        read, fixed = SCALED[scaling]
-        unknown = sorted(name for name in rope.keys() - ROTARY - read if not name.startswith("mrope"))
-        fraction = {} if self.partial_rotary else {"partial_rotary_factor": 1.0}
-        supported = {**dict.fromkeys(unknown), **FIXED, **self.fixed, **fraction, **fixed}
+        supported = FIXED | self._of_layers("fixed") | self.fixed | fixed_rotary(theirs, rope, where)
+        if not self.partial_rotary:
+            supported["partial_rotary_factor"] = 1.0
         for name, value in supported.items():
             for given in (rope.get(name, value), getattr(theirs, name, value)):
                 if given != value:
-                    raise _unsupported(where, name, given, f"with {value!r}")
+                    raise unsupported(where, name, given, f"with {value!r}")
         kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * theirs.num_hidden_layers
-        if strange := set(kinds) - {kind for kind, letter in LETTERS.items() if letter in self.blocks}:
-            raise _unsupported(where, "layer_types", min(strange), "without them")
-        letters = "".join(LETTERS[kind] for kind in kinds)
-        flat = {**SETTINGS, **self.settings, "pattern": _shortest_pattern(letters)}
+        letter_of = {LAYERS[letter].kind: letter for letter in self.blocks}
+        if strange := set(kinds) - set(letter_of):
+            raise unsupported(where, "layer_types", min(strange), "without them")
+        letters = "".join(letter_of[kind] for kind in kinds)
+        flat = SETTINGS | self._of_layers("settings") | self.settings | {"pattern": _shortest_pattern(letters)}
         flat |= {ours: getattr(theirs, name) for ours, name in self._sizes.items()}
-        flat |= self._our_rotary(rope, where)
+        flat |= our_rotary(rope, self.without_rotary, where)
         config = validate(ModelConfig, _nested(flat), str(where))
         usual = config.rotary and config.rotary.amplitude
         if (given := rope.get("attention_factor")) not in (None, usual):
-            raise _unsupported(where, "attention_factor", given, f"with {usual!r}")
+            raise unsupported(where, "attention_factor", given, f"with {usual!r}")
         return config
 
     def their_settings(self, config: ModelConfig, eot: int, *, as_read: bool = False, like: Path | None = None) -> Any:
         """The configuration of a model whose documents end with the token `eot`; others as in `write`."""
         ours = self._ours(config)
-        if not as_read and not config.softmax.rope_theta:
+        if not as_read and config.rotary is None:
             ours["context_length"] = max(config.context_length, UNLIMITED)
-        settings, rotary = {}, self._their_rotary(config)
+        settings, rotary = {}, self._rotary(config)
         if like is not None:
             theirs = self._read_config(like)
             settings = theirs.to_dict()
-            same, kept = self._their_rotary(self.our_settings(theirs, like / CONFIG)) == rotary, theirs.rope_parameters
+            same, kept = self._rotary(self.our_settings(theirs, like / CONFIG)) == rotary, theirs.rope_parameters
             rotary |= {name: value for name, value in (kept or {}).items() if same or name.startswith("mrope")}
         ends = settings.get("eos_token_id")
         if eot not in (ends if isinstance(ends, list) else [ends]):
             settings |= {"bos_token_id": None, "eos_token_id": eot, "pad_token_id": None}
-        if "D" in self.blocks:
-            kinds = {letter: kind for kind, letter in LETTERS.items()}
-            settings["layer_types"] = [kinds[letter] for letter in config.letters]
+        if len(self.blocks) > 1:
+            settings["layer_types"] = [LAYERS[letter].kind for letter in config.letters]
         settings["rope_parameters"] = rotary
         config_class = getattr(transformers_library(), self.config_class)
         return config_class(**settings | {theirs: ours[name] for name, theirs in self._sizes.items()})
@@ -365,56 +315,34 @@ class PublicForm:
 
     @property
     def _sizes(self) -> dict[str, str]:
-        return SIZES | self.sizes
+        return SIZES | self._of_layers("sizes") | self.sizes
+
+    def _of_layers(self, what: str) -> dict[str, Any]:
+        """An attribute of `PublicLayer`, of all layers of the form."""
+        return {name: value for letter in self.blocks for name, value in getattr(LAYERS[letter], what).items()}
+
+    def _rotary(self, config: ModelConfig) -> dict[str, Any]:
+        return their_rotary(config, self.without_rotary, partial=self.partial_rotary)
 
     def _ours(self, config: ModelConfig) -> dict[str, Any]:
         """Our settings by their dotted names, without unset ones. Raises ConfigError as `write`."""
         ours = dict(leaves(config.model_dump())) | {"mlp_hidden": config.mlp_width}
-        ours["softmax.kv_heads"] = config.softmax.kv_heads or config.heads
-        ours["softmax.head_size"] = SoftmaxSizes.of(config.shape_of("A")).head
-        ours |= zip(DELTA_SIZES, DeltaSizes.of(config.shape_of("D")), strict=True)
+        for letter in self.blocks:
+            ours |= LAYERS[letter].values(config)
         ours["pattern"] = "".join(sorted(set(config.pattern)))
-        supported = SETTINGS | {"softmax.head_size": config.width // config.heads} | self.settings
-        if self.partial_rotary or not config.softmax.rope_theta:
+        supported = SETTINGS | self._of_layers("settings") | self.settings
+        if self.partial_rotary or config.rotary is None:
             supported.pop("softmax.rotary_fraction")
-        if "D" not in self.blocks:
-            supported = {name: value for name, value in supported.items() if not name.startswith("delta.")}
         of_theirs: dict[str, Any] = {}
         for name, theirs in self._sizes.items():  # where two of ours are one of theirs, they are equal
             supported[name] = of_theirs.setdefault(theirs, ours[name])
         _check_supported(ours, supported | {"pattern": "".join(sorted(self.blocks))}, self.model_class)
-        if self.without_rotary is None and not config.softmax.rope_theta:
+        if self.without_rotary is None and config.rotary is None:
             raise ConfigError(
                 f"model.softmax.rope_theta 0: {self.model_class} always has a rotary embedding; this model cannot be "
                 "converted"
             )
         return ours
-
-    def _our_rotary(self, rope: Mapping[str, Any], where: Path) -> dict[str, Any]:
-        """Our settings of a rotary embedding whose type is in SCALED. Raises CheckpointError."""
-        if self.without_rotary and all(rope.get(name) == value for name, value in self.without_rotary.items()):
-            return {"softmax.rope_theta": 0.0}
-        if not (theta := rope.get("rope_theta")):
-            raise _unsupported(where, "rope_theta", theta, "with one above 0")
-        ours = {"softmax.rope_theta": theta, "softmax.rotary_fraction": rope.get("partial_rotary_factor", 1.0)}
-        if (scaling := rope.get("rope_type", "default")) != "default":
-            ours |= {"softmax.rope_scaling": scaling, "softmax.rope_scaling_factor": rope.get("factor")}
-        if LENGTH in SCALED[scaling][0]:
-            ours["softmax.rope_original_length"] = rope.get(LENGTH)
-        return ours
-
-    def _their_rotary(self, config: ModelConfig) -> dict[str, Any]:
-        own = config.softmax
-        rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": own.rope_theta or 10000.0}
-        if not own.rope_theta:
-            return rotary | (self.without_rotary or {})
-        if own.rope_scaling_factor != 1:
-            rotary |= {"rope_type": own.rope_scaling, "factor": own.rope_scaling_factor}
-            if own.rope_scaling != "linear":
-                rotary[LENGTH] = own.rope_original_length
-            if own.rope_scaling == "llama3":
-                rotary |= LLAMA3
-        return rotary | ({"partial_rotary_factor": own.rotary_fraction} if self.partial_rotary else {})
 
     def _parameters(self, config: ModelConfig) -> Iterator[tuple[str, list[str], Tensor | None]]:
         """Each of our parameters, the names of theirs in it, and the order of their rows; None: as they are."""
@@ -422,7 +350,7 @@ class PublicForm:
         yield from ((ours, names, None) for ours, names in ends.items())
         if not config.tied_head:
             yield "head.weight", [HEAD], None
-        orders = {letter: _order(config, letter) for letter in self.blocks}
+        orders = {letter: LAYERS[letter].rows(config) for letter in self.blocks}
         for n, letter in enumerate(config.letters):
             for ours, names in self.blocks[letter].items():
                 yield f"blocks.{n}.{ours}", [f"model.layers.{n}.{name}" for name in names], orders[letter].get(ours)
@@ -446,10 +374,6 @@ def _explained(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:
         raise CheckpointError(f"{folder / CONFIG}: transformers rejects it: {first_line(error)}; correct it") from None
-
-
-def _unsupported(where: Path, name: str, given: object, instead: str) -> CheckpointError:
-    return CheckpointError(f"{where}: unsupported {name}: {given!r}; give a model {instead}")
 
 
 def _check_supported(ours: Mapping[str, Any], supported: Mapping[str, Any], theirs: str) -> None:
@@ -540,28 +464,6 @@ def _write_into_copy(folder: Path, like: Path, weights: Mapping[str, Tensor], se
     tree, changed = read_settings(like), settings.to_dict()
     tree["text_config"] |= {name: changed[name] for name in ("max_position_embeddings", "rope_parameters")}
     (folder / CONFIG).write_text(json.dumps(tree, indent=2) + "\n")
-
-
-def _order(config: ModelConfig, letter: str) -> dict[str, Tensor]:
-    """By parameter, which of their rows, one tensor after the other, are ours: in D layers those of each key head
-    follow each other, and the gates of A layers, which in theirs follow the queries of each head, are the last."""
-    if letter == "D":
-        h, H, K, V = DeltaSizes.of(config.shape_of("D"))
-        group = H // h
-        of_head = [K, K, group * V, group * V, group, group]
-        return {"mixer.in_proj.weight": _by_head(h, of_head), "mixer.conv": _by_head(h, of_head[:3])}
-    sizes = SoftmaxSizes.of(config.shape_of("A"))
-    if not sizes.gate:
-        return {}
-    queries, others = torch.arange(sizes.projected).split([2 * sizes.queries, 2 * sizes.keys])
-    query, gate = queries.unflatten(0, (-1, 2, sizes.head)).unbind(1)
-    return {"mixer.in_proj.weight": torch.cat([query.flatten(), others, gate.flatten()])}
-
-
-def _by_head(heads: int, sizes: list[int]) -> Tensor:
-    """The rows of tensors with `sizes` rows for each head, one head after the other."""
-    rows = torch.arange(heads * sum(sizes)).split([heads * size for size in sizes])
-    return torch.cat([x.unflatten(0, (heads, -1)) for x in rows], 1).flatten()
 
 
 def _shortest_pattern(letters: str) -> str:

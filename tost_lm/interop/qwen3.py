@@ -1,6 +1,7 @@
 """Qwen3, dense: as Llama, with a norm of each head of queries and keys."""
 
-from tost_lm.interop.public_form import ATTENTION, QK_NORM, PublicForm
+from tost_lm.interop.public_form import PublicForm
+from tost_lm.interop.public_layers import ATTENTION, QK_NORM
 
 QWEN3 = PublicForm(
     "Qwen3", ("qwen3",), "Qwen3Config", "Qwen3ForCausalLM",

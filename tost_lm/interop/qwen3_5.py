@@ -3,7 +3,8 @@
 The text part of a folder with images is read too; it is written as a model of texts alone.
 """
 
-from tost_lm.interop.public_form import ATTENTION, DELTA, DELTA_SIZES, QK_NORM, PublicForm
+from tost_lm.interop.public_form import PublicForm
+from tost_lm.interop.public_layers import ATTENTION, DELTA, QK_NORM
 
 QWEN3_5 = PublicForm(
     "Qwen3.5", ("qwen3_5_text", "qwen3_5"), "Qwen3_5TextConfig", "Qwen3_5ForCausalLM",
@@ -16,7 +17,7 @@ QWEN3_5 = PublicForm(
         },
         "A": {**ATTENTION, **QK_NORM},
     },
-    sizes={**DELTA_SIZES, "softmax.head_size": "head_dim", "delta.norm_epsilon": "rms_norm_eps"},
+    sizes={"softmax.head_size": "head_dim", "delta.norm_epsilon": "rms_norm_eps"},
     settings={"norm": "rms-zero-centered", "softmax.qk_norm": True, "softmax.gate": True},
     partial_rotary=True, without_rotary={"partial_rotary_factor": 0.0}, renamed={"model.language_model.": "model."},
 )  # fmt: skip

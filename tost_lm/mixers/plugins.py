@@ -99,7 +99,7 @@ def complete_settings(pattern: str, given: Mapping[str, Mapping[str, Any]]) -> d
         )
     completed = {}
     for letter, plugin in plugins.items():
-        own, where = dict(given.get(letter, {})), f"model.plugin_settings.{letter}"
+        own, where = dict(given.get(letter, {})), f"model.{SPECS[letter].section}"
         if (stored := own.pop(SHA256, plugin.sha256)) != plugin.sha256:
             raise ConfigError(
                 f"{where}.{SHA256}: the model needs the plugin with SHA-256 {stored}, and the one that is named has "

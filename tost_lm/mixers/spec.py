@@ -110,8 +110,15 @@ class MixerSpec(ABC):
     """Only of a plugin: its settings in `model.plugin_settings`."""
     plugin: Plugin | None = None
     """Set by `tost_lm.mixers.plugins.register`."""
+    extends_context: tuple[str, ...] = ()
+    """Its settings that may change when a trained model continues at a longer context."""
     kernel_bandwidth: float = 1.0
     """Fraction of a copy's bandwidth at which `kernel_bytes` are read and written."""
+
+    @property
+    def section(self) -> str:
+        """The path of its settings in [model]."""
+        return f"plugin_settings.{self.letter}" if self.plugin else self.folder
 
     def layers(self, letters: str) -> int:
         """The number of layers with this mixer in a model with these `ModelConfig.letters`."""

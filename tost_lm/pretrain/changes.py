@@ -242,12 +242,10 @@ def _schedule(optim: OptimConfig, steps: int) -> tuple[object, ...]:
 
 def require_same_model(theirs: ModelConfig, ours: ModelConfig, what: str) -> None:
     """Raises ConfigError unless both models are the same but for the base and scaling of their rotary embedding."""
-    theirs, ours = _in_use(theirs), _in_use(ours)
-    if theirs.softmax.rope_theta and ours.softmax.rope_theta:
-        rotary = {name: value for name, value in ours.softmax if name.startswith("rope_")}
-        softmax = theirs.softmax.model_copy(update=rotary)
-        theirs = theirs.model_copy(update={"softmax": softmax})  # they may extend the context
-    if changed := differences(theirs, ours):
+    changed, may_change = differences(_in_use(theirs), _in_use(ours)), set[str]()
+    if theirs.rotary and ours.rotary:
+        may_change = {f"{spec.section}.{name}" for spec, _ in ours.mixers for name in spec.extends_context}
+    if changed := [line for line in changed if line.partition(":")[0] not in may_change]:
         raise ConfigError(
             f"{what}: its model differs from [model]; set [model] to the same values\n"
             + "\n".join(f"model.{line}" for line in changed)

@@ -27,6 +27,7 @@ class SoftmaxSpec(MixerSpec):
     folder = "softmax"
     name = "softmax attention"
     tag = "softmax-attention"
+    extends_context = ("rope_theta", "rope_scaling", "rope_scaling_factor", "rope_original_length")
     kernel_bandwidth = 0.4  # flash attention with 1,024 tokens on an H200, beside what its FLOPs take
 
     def description(self, shape: SoftmaxShape) -> str:
