@@ -15,8 +15,8 @@ from tost_lm.errors import install_hint
 
 class Backend(NamedTuple):
     name: str
-    obstacle: Callable[..., str | None]
-    """From the arguments of a call to the reason why the backend cannot run it; None: it can."""
+    obstacle: Callable[..., str | None] | None
+    """From the arguments of a call to the reason why it cannot run this call, or None. No function: it runs all."""
     code: Any
     """What runs it, in a form that is the same for all backends of the operation."""
 
@@ -29,31 +29,31 @@ def choose(backends: Sequence[Backend], *call: Any, name: str | None = None) -> 
     """
     for backend in backends:
         if name in (None, backend.name):
-            obstacle = backend.obstacle(*call)
-            if obstacle is None:
+            obstacle = backend.obstacle and backend.obstacle(*call)
+            if not obstacle:
                 return backend.code
-            if name is not None:
+            if name:
                 raise ValueError(f"backend {name!r} cannot run here: {obstacle}; use None for the default")
     names = ", ".join(backend.name for backend in backends)
     raise ValueError(f"unknown backend: {name!r}; use one of {names}, or None for the default")
 
 
-def no_obstacle(*call: Any) -> None:
-    """That of a backend that runs every call."""
+HALF_PRECISION = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (*HALF_PRECISION, torch.float32)
+"""Dtypes for which statistics in float32 have enough digits."""
 
 
-def obstacle_to_kernels(x: Tensor, package: str) -> str | None:
-    """That of kernels for CUDA devices with float32 statistics, from an optional package."""
+def obstacle_to_kernels(x: Tensor, dtypes: Sequence[torch.dtype], package: str = "torch") -> str | None:
+    """The obstacle to kernels of a package, for inputs of these dtypes on CUDA devices."""
     if not x.is_cuda:
         return f"the input is on {x.device}, but its kernels run on CUDA devices"
-    if x.dtype == torch.float64:
-        return "its statistics are float32, too few digits for float64 inputs"
+    if x.dtype not in dtypes:
+        return f"the input is {x.dtype}, but its kernels support {', '.join(map(str, dtypes))}"
     return not_installed(package)
 
 
 def not_installed(package: str) -> str | None:
-    """That of the kernels of a package that is missing; `fla` is the package fla-core."""
-    if find_spec(package):
+    if find_spec(package.removesuffix("-core")):  # fla-core has the module fla
         return None
-    name, fix = ("fla-core", install_hint("gpu")) if package == "fla" else (package, f"install {package}")
-    return f"the package {name} is not installed; {fix}"
+    fix = install_hint("gpu") if package == "fla-core" else f"install {package}"
+    return f"the package {package} is not installed; {fix}"

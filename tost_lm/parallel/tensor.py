@@ -6,6 +6,7 @@ If R does not divide T, the stream is padded; mixers and loss do not see the pad
 """
 
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,17 +34,6 @@ from tost_lm.parallel.rank_weights import TensorSlice, mark_slice, slice_of
 from tost_lm.parallel.settings import obstacle_to_tensor_ranks
 
 
-class _With:
-    """A module with some other attributes."""
-
-    def __init__(self, module: Any, **others: Any):
-        self._module = module
-        vars(self).update(others)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
 def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
     """Replace each layer by this rank's slice of it.
 
@@ -54,7 +44,9 @@ def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
         raise ConfigError(obstacle)
     if not torch.cuda.is_available():
         # From now on these modules of megatron-core find that the current device is the CPU; no others do.
-        torch_on_cpu = _With(torch, cuda=_With(torch.cuda, current_device=lambda: torch.device("cpu")))
+        torch_on_cpu, cuda = ModuleType("torch"), ModuleType("torch.cuda")
+        vars(cuda).update(vars(torch.cuda), current_device=lambda: torch.device("cpu"))
+        vars(torch_on_cpu).update(vars(torch), cuda=cuda)
         for module in (tensor_parallel.layers, tensor_parallel.mappings, utils):
             vars(module)["torch"] = torch_on_cpu
     residual = Residual(axis)

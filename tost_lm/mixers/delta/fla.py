@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 
 from tost_lm.mixers.delta import chunked
 from tost_lm.mixers.delta.settings import DeltaSizes
-from tost_lm.ops.backends import not_installed
+from tost_lm.ops.backends import HALF_PRECISION, not_installed, obstacle_to_kernels
 from tost_lm.ops.layout import LocalDocuments, fla_documents
 
 LARGEST_KEY = 256
@@ -37,16 +37,13 @@ def obstacle(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor, local: LocalDocuments
 ) -> str | None:
     """The reason why the kernels cannot run this call of `delta_rule`, or None."""
-    if not value.is_cuda:
-        return f"values are on {value.device}, but the kernels run on CUDA devices"
-    if value.dtype not in (torch.bfloat16, torch.float16):
-        return f"values are {value.dtype}, but the kernels round products to TF32"
     if key.shape[-1] > LARGEST_KEY:
-        return f"keys have {key.shape[-1]} channels, but the kernels support up to {LARGEST_KEY}"
-    if needs_gradient(query, key, value, log_decay, beta, initial):
-        sizes = DeltaSizes(key.shape[-2], value.shape[-2], key.shape[-1], value.shape[-1])
-        return missing_in_training(value.device, sizes, log_decay.dim() == 4)
-    return not_installed("fla")
+        return f"keys have {key.shape[-1]} channels, but its kernels support up to {LARGEST_KEY}"
+    found = obstacle_to_kernels(value, HALF_PRECISION, "fla-core")  # of other dtypes, they round products to TF32
+    if found or not needs_gradient(query, key, value, log_decay, beta, initial):
+        return found
+    sizes = DeltaSizes(key.shape[-2], value.shape[-2], key.shape[-1], value.shape[-1])
+    return missing_in_training(value.device, sizes, log_decay.dim() == 4)
 
 
 @cache
@@ -55,7 +52,7 @@ def missing_in_training(device: torch.device, sizes: DeltaSizes, of_channels: bo
 
     Those of decays of channels have no guard, and no GPU has run them here: their gradients are always compared.
     """
-    if missing := not_installed("fla"):
+    if missing := not_installed("fla-core"):
         return missing
     if not of_channels:
         if not _guards_backward(device):
@@ -87,7 +84,7 @@ def _chunks_without_guard() -> Callable[..., tuple[Tensor, Tensor]]:
 
     chunk_o: Any = import_module("fla.ops.common.chunk_o")
     guarded: Any = chunk.ChunkGatedDeltaRuleFunction
-    parameters = signature(guarded.forward)
+    _, *parameters = signature(guarded.forward).parameters.values()
 
     class WithoutGuard(guarded):
         @staticmethod
@@ -98,21 +95,11 @@ def _chunks_without_guard() -> Callable[..., tuple[Tensor, Tensor]]:
             finally:
                 chunk_o.TRITON_ABOVE_3_7_1 = before
 
-    def run(**arguments: Any) -> Any:
-        bound = parameters.bind(None, **arguments)
-        bound.apply_defaults()
-        return WithoutGuard.apply(*bound.args[1:])
-
-    return run
+    return lambda **arguments: WithoutGuard.apply(*(arguments.get(one.name, one.default) for one in parameters))
 
 
-def gradient_error(
-    device: torch.device,
-    sizes: DeltaSizes,
-    of_channels: bool = False,
-    kernels: Callable[..., tuple[Tensor, Tensor]] | None = None,
-) -> float:
-    """The largest relative error, by norm, of the gradients of `kernels` (None: those of fla-core) against PyTorch.
+def gradient_error(device: torch.device, sizes: DeltaSizes, of_channels: bool = False) -> float:
+    """The largest relative error, by norm, of the gradients of the kernels against PyTorch.
 
     With the layer's own heads: Triton compiles the kernels for each number of heads, in minutes.
     """
@@ -131,7 +118,7 @@ def gradient_error(
             y, final = rule(*leaves, local)
         return torch.autograd.grad([y, final], leaves, [w.to(x) for w, x in zip(weights, (y, final), strict=True)])
 
-    pairs = zip(gradients(kernels or delta_rule, None), gradients(chunked.delta_rule, torch.float32), strict=True)
+    pairs = zip(gradients(delta_rule, None), gradients(chunked.delta_rule, torch.float32), strict=True)
     return max(float(vector_norm(a.float() - b) / vector_norm(b)) for a, b in pairs)
 
 

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from tost_lm.mixers.delta import chunked, fla
 from tost_lm.ops.affine import affine_scan, initial_states
-from tost_lm.ops.backends import Backend, choose, no_obstacle
+from tost_lm.ops.backends import Backend, choose
 from tost_lm.ops.layout import LocalDocuments, SequenceShard
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 
 BACKENDS = [
     Backend("fla-core", fla.obstacle, fla.delta_rule),
-    Backend("chunked", no_obstacle, chunked.delta_rule),
+    Backend("chunked", None, chunked.delta_rule),
 ]
 
 

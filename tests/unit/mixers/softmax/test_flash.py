@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 from tost_lm.config import validate
@@ -75,8 +76,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Where]]:
                 d[keys] = of_heads.unflatten(1, (k.shape[1], -1)).sum(2)
         return dq, dk, dv
 
-    monkeypatch.setattr(attention, "flash_runs", lambda _: True)
-    monkeypatch.setattr(tiles, "flash_runs", lambda _: True)
+    for module, name in ((attention, "BACKENDS"), (tiles, "PARTS")):
+        monkeypatch.setattr(module, name, [getattr(module, name)[0]._replace(obstacle=None)])
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")
@@ -167,14 +168,11 @@ def test_all_documents_of_a_call_are_one_call(calls: list[Where]):
 
 
 def test_it_runs_on_cuda_in_16_bit_types_with_channels_that_it_supports():
-    def runs(dtype: torch.dtype, channels: int) -> bool:
-        q = torch.empty(1, 1, 1, channels, dtype=dtype)
-        on_cpu = attention.flash_runs(q)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
-            assert not on_cpu
-            return attention.flash_runs(q)
+    def runs(dtype: torch.dtype, channels: int, device: str = "cuda") -> bool:
+        with FakeTensorMode():
+            return attention.obstacle_to_flash(torch.empty(1, 1, 1, channels, dtype=dtype, device=device)) is None
 
+    assert not runs(torch.bfloat16, 64, "cpu")
     assert runs(torch.bfloat16, 64)
     assert runs(torch.float16, 256)
     assert not runs(torch.float32, 64)
