@@ -10,6 +10,7 @@ channels a head, M tokens of all documents.
 
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +110,7 @@ def causal_attention(
     grouped = k_BGSD.shape[1] != q_BHTD.shape[1]
     kernel_exists = not grouped or q_BHTD.is_cpu or q_BHTD.dtype in (torch.float16, torch.bfloat16)
     if before_B is None and window == S and T == S and kernel_exists:
-        return scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, is_causal=True, enable_gqa=grouped)
+        return _attention(q_BHTD, k_BGSD, v_BGSD, is_causal=True, enable_gqa=grouped)
     tile = min(max(window, MIN_TILE_TOKENS), MAX_TILE_TOKENS)
     sizes = [min(tile, T - start) for start in range(0, T, tile)]
     # Split, not sliced: the backward of each slice would allocate a tensor of all S tokens.
@@ -133,7 +134,7 @@ def attend_one(q_BH1D: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BS: Tenso
     no key is copied."""
     mask = None if visible_BS is None else visible_BS[:, None, None]
     q_BGhD = q_BH1D.squeeze(2).unflatten(1, (k_BGSD.shape[1], -1))
-    return scaled_dot_product_attention(q_BGhD, k_BGSD, v_BGSD, attn_mask=mask).flatten(1, 2)[:, :, None]
+    return _attention(q_BGhD, k_BGSD, v_BGSD, attn_mask=mask).flatten(1, 2)[:, :, None]
 
 
 def _attend(
@@ -147,4 +148,18 @@ def _attend(
     visible = (j_S <= i_T1) & (j_S > i_T1 - window)
     if first_key is not None:
         visible = visible & (j_S >= first_key)
-    return scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=visible)
+    return _attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=visible)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """torch's attention, but not by cuDNN, which torch prefers on Hopper where there is a mask: its gradients are wrong
+    for 64, 192, 320, … keys (pytorch/pytorch#196678), and it makes a plan for each shape."""
+    cuda = torch.backends.cuda
+    # Graphs cannot contain the switch; what they compute here has no mask or a dtype that cuDNN lacks.
+    if torch.compiler.is_compiling() or not cuda.cudnn_sdp_enabled():
+        return scaled_dot_product_attention(q, k, v, **options)
+    cuda.enable_cudnn_sdp(False)
+    try:
+        return scaled_dot_product_attention(q, k, v, **options)
+    finally:
+        cuda.enable_cudnn_sdp(True)
