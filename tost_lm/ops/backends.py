@@ -43,13 +43,13 @@ LOW_PRECISION = (*HALF_PRECISION, torch.float32)
 """Dtypes for which statistics in float32 have enough digits."""
 
 
-def obstacle_to_kernels(x: Tensor, dtypes: Sequence[torch.dtype], package: str = "torch") -> str | None:
-    """The obstacle to kernels of a package, for inputs of these dtypes on CUDA devices."""
+def obstacle_to_kernels(x: Tensor, dtypes: Sequence[torch.dtype], package: str | None = None) -> str | None:
+    """The obstacle to kernels of torch or of a package, for inputs of these dtypes on CUDA devices."""
     if not x.is_cuda:
         return f"the input is on {x.device}, but its kernels run on CUDA devices"
     if x.dtype not in dtypes:
         return f"the input is {x.dtype}, but its kernels support {', '.join(map(str, dtypes))}"
-    return not_installed(package)
+    return package and not_installed(package)
 
 
 def not_installed(package: str) -> str | None:
