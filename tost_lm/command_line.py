@@ -73,6 +73,7 @@ def run_program(
     if "torch" not in sys.modules:
         # OpenMP threads that wait busily slow down every operation when another process uses the cores.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # each call has one text: its threads would be idle
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for terminals and logs that are not UTF-8

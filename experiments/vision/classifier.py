@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.nn.functional import gelu
 
 from experiments.vision.settings import VisionConfig
 from tost_lm.errors import ConfigError
+from tost_lm.mixers.softmax.attention import attend_one
 from tost_lm.mixers.softmax.layer import SoftmaxMixer
 from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.mixers.tssa.statistics import TssaState
@@ -115,7 +116,7 @@ class ClassAttention(SoftmaxMixer):
     def forward(self, x_BTC: Tensor, state: Any, info: SequenceInfo) -> tuple[Tensor, None]:
         """The class token's output, [B, 1, C]."""
         q_BHTD, k_BHTD, v_BHTD = self.heads_of(self.in_proj(x_BTC), info)
-        y_BH1D = scaled_dot_product_attention(q_BHTD[:, :, :1], k_BHTD, v_BHTD)
+        y_BH1D = attend_one(q_BHTD[:, :, :1], k_BHTD, v_BHTD, None)
         return self.out_proj(y_BH1D.transpose(1, 2).flatten(-2)), None
 
 

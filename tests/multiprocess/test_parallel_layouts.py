@@ -8,9 +8,9 @@ import torch
 from other_forms import OTHER_FORMS
 from torch import Tensor
 from training_on_layouts import LR, Record, T, build_model, train_on_layout
+from unrounded_muon import UnroundedOnCPU
 
 from tost_lm.config import validate
-from tost_lm.optim.muon import UnroundedOnCPU
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import run_on_ranks
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import NAMES, Call, Results, draw_call, errors
+from agreement import NAMES, TRITON, Call, Results, draw_call, errors
 from torch import Tensor
 
 from tost_lm.mixers.tssa.causal import causal_tssa
@@ -30,7 +30,7 @@ LENGTHS = {2: (37, 43), 4: (3, 33, 4, 40)}
 
 def drawn_calls(dtype: torch.dtype, backend: str) -> dict[int, Call]:
     """Calls by number. Triton's interpreter is slow: it gets two of the packed ones."""
-    chosen = (2, 4) if backend == "triton" else range(len(CALLS))
+    chosen = (2, 4) if backend == TRITON else range(len(CALLS))
     return {i: draw_call(i, CALLS[i][0], HEADS, CHANNELS, **CALLS[i][1]).to(dtype) for i in chosen}
 
 
@@ -79,14 +79,13 @@ def run_call(call: Call, sequence: Axis, tensor: Axis, backend: str) -> dict[str
         (4, 1, "chunked"),
         pytest.param(2, 2, "chunked", marks=pytest.mark.quick),
         (1, 4, "chunked"),
-        pytest.param(2, 2, "triton", marks=pytest.mark.slow),
+        pytest.param(2, 2, TRITON, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_equal_one_call(sequence: int, tensor: int, backend: str):
     dtype = torch.float64
-    if backend != "chunked":
-        pytest.importorskip(backend)
-    if backend == "triton":
+    if backend == TRITON:
+        pytest.importorskip("triton")
         dtype = torch.float32
     calls = drawn_calls(dtype, backend)
     for found in run_on_ranks(run_on_mesh, sequence * tensor, sequence, tensor, dtype, backend):

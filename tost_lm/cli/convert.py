@@ -100,6 +100,7 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
     from tost_lm.checkpointing.format import CARD, CONVERSION, Progress, shard_name, write_checkpoint, write_tensors
     from tost_lm.data.tokenizers.gpt2 import VOCAB_SIZE, gpt2_tokenizer
     from tost_lm.inference.foreign_folder import CONFIG, weight_files
+    from tost_lm.inference.hugging_face import print_only_errors
     from tost_lm.interop.card import model_card
     from tost_lm.interop.load import foreign_format, read_tokenizer_folder
 
@@ -109,6 +110,8 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
         raise CheckpointError(
             f"{source}: not a ckpt.pt and no folder of the Hugging Face library, with {CONFIG}; give one of these{hint}"
         )
+    if source.is_dir():
+        print_only_errors()
     found = foreign.read(source)
     config, weights = found.config, found.weights
     if conversion.tokenizer:
@@ -192,7 +195,9 @@ def _mean(run_folder: Path, conversion: ConversionConfig) -> list[str]:
 
 def _from_ours(source: Path, conversion: ConversionConfig) -> list[str]:
     from tost_lm.checkpointing.run_folder import find_checkpoint
+    from tost_lm.inference.hugging_face import print_only_errors
 
+    print_only_errors()
     written_by = import_module(f"tost_lm.interop.{conversion.to.replace('-', '_')}").FORMAT
     return written_by.write(conversion.folder, find_checkpoint(source), conversion.like)
 

@@ -52,6 +52,7 @@ def find_evaluated(path: Path) -> EvaluatedCheckpoint:
         raise CheckpointError(f"{path}: no such folder; give {wanted} or {HUB}NAME")
     if of_hub or ((copy / CONFIG).is_file() and not (copy / MANIFEST).is_file()):
         read_settings(copy)
+        print_only_errors()
         return HuggingFaceCheckpoint(copy, path if copy == path else hub_home(path))
     return EvaluatedCheckpoint.find(path)
 
@@ -266,7 +267,7 @@ def _tokenizes(path: Path) -> bool:
 
 def _download(name: str) -> Path:
     """The folder of a model in the cache of the hub's client."""
-    transformers_library()
+    print_only_errors()
     import huggingface_hub
 
     try:
@@ -282,17 +283,22 @@ def _download(name: str) -> Path:
 
 
 def transformers_library() -> Any:
-    """The module transformers, which then prints only errors. Raises ConfigError if it is not installed."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which it imports, else prints that it chose the CPU
+    """The module transformers. Raises ConfigError if it is not installed."""
     try:
         import transformers
     except ImportError:
         raise ConfigError(f"Hugging Face models need transformers; {install_hint('hf')}") from None
-    warnings.filterwarnings("ignore", message="Triton is not supported on current platform")  # of fla, which it imports
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     return transformers
+
+
+def print_only_errors() -> None:
+    """For programs: transformers and what it imports print only errors in this process."""
+    logging = transformers_library().logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message="Triton is not supported on current platform")  # of fla
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed else prints that it chose the CPU
 
 
 def _guarded(evaluated: EvaluatedCheckpoint, load: Callable[[], Any]) -> Any:

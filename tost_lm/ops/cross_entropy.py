@@ -10,7 +10,8 @@ Shapes: M tokens, C channels, V vocabulary entries on this rank; m tokens and v 
 """
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from tost_lm.ops.backends import LOW_PRECISION, Backend, choose, obstacle_to_kernels
 from tost_lm.ops.precision import statistics_dtype
 from tost_lm.ops.registered import Registered
 from tost_lm.sizes import DEVICE_LOGITS_BYTES, LOGITS_BYTES
@@ -128,13 +130,14 @@ def _budget(x: Tensor) -> int:
     return LOGITS_BYTES if x.is_cpu else DEVICE_LOGITS_BYTES
 
 
-def _kernels(x: Tensor) -> ModuleType | None:
-    """The kernels, if they support the device and the dtype."""
-    if not x.is_cuda or x.dtype == torch.float64 or not find_spec("triton"):
-        return None
-    from tost_lm.ops import cross_entropy_triton  # an optional package, and slow to import
+_obstacle = partial(obstacle_to_kernels, dtypes=LOW_PRECISION, package="triton")
+BACKENDS = [Backend("triton", _obstacle, "tost_lm.ops.cross_entropy_triton"), Backend("PyTorch", None, None)]
+"""Modules of kernels, which change logits in place; None: the code below."""
 
-    return cross_entropy_triton
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    name = choose(BACKENDS, x)
+    return name and import_module(name)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -23,10 +23,6 @@ from torch.library import custom_op
 from tost_lm.errors import ConfigError
 from tost_lm.torch_internals import autograd_as_outside, outside_of_graphs
 
-# Here, because all mixers and models import this module. With a mask, torch prefers cuDNN on Hopper. Its gradients are
-# wrong for 64, 192, 320, … keys (pytorch/pytorch#196678), and it makes a plan for each shape.
-torch.backends.cuda.enable_cudnn_sdp(False)
-
 _OBJECTS: dict[int, Any] = {}
 
 

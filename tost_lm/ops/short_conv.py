@@ -9,7 +9,6 @@ packed), n of them with tokens on this rank.
 """
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from tost_lm.ops.backends import LOW_PRECISION, Backend, choose, obstacle_to_kernels
 from tost_lm.ops.exchange import Shift, exchange
 from tost_lm.ops.layout import LocalDocuments, SequenceShard, fla_documents
 from tost_lm.ops.positions import SequenceInfo, state_rows
@@ -49,39 +49,45 @@ def short_conv(
     Returns:
         y [B, T, C] in the dtype of x, and the final state [N, K − 1, C] or None.
     """
-    C, P = x_BTC.shape[-1], weight_CK.shape[1] - 1
-    per_document = initial_NPC is not None or output_final_state
-    with_kernel = _has_kernel(x_BTC)
-    if with_kernel and shard is None:
-        return _kernel(x_BTC, weight_CK, initial_NPC, local, output_final_state)
-    if initial_NPC is None:
-        initial_NPC = x_BTC.new_zeros(len(local.whole_lengths), P, C)
-    before_nPC, final_NPC = initial_NPC.to(x_BTC.dtype), None
-    documents = x_BTC.flatten(0, 1).split(local.lengths)
-    if shard is not None:
-        added_nPC = torch.stack([_last(pad(x_tC, (0, 0, P, 0)), P) for x_tC in documents])
-        before_nPC, final_NPC = exchange(shard, local, Shift, before_nPC, added_nPC, per_document=per_document)
-    elif output_final_state:
-        final_NPC = torch.stack([_last(torch.cat(rows), P) for rows in zip(before_nPC, documents, strict=True)])
-    if with_kernel:
-        y_BTC, _ = _kernel(x_BTC, weight_CK, before_nPC, local, output_final_state=False)
-    elif local.packed:
-        pieces = [piece for rows in zip(before_nPC, documents, strict=True) for piece in rows]
-        y_MC = _tap_by_tap(torch.cat(pieces)[None], weight_CK)[0]
-        with_gaps = y_MC.split([size for length in local.lengths for size in (length, P)][:-1])
-        y_BTC = torch.cat(with_gaps[::2])[None]
-    else:
-        y_BTC = _tap_by_tap(torch.cat([before_nPC, x_BTC], 1), weight_CK)
+    convolve = choose(BACKENDS, x_BTC)
+    if shard is None:
+        return convolve(x_BTC, weight_CK, initial_NPC, local, output_final_state)
+    per_document, P = initial_NPC is not None or output_final_state, weight_CK.shape[1] - 1
+    before_NPC = _or_zeros(initial_NPC, x_BTC, P, len(local.whole_lengths))
+    added_nPC = torch.stack([_last(pad(x_tC, (0, 0, P, 0)), P) for x_tC in x_BTC.flatten(0, 1).split(local.lengths)])
+    before_nPC, final_NPC = exchange(shard, local, Shift, before_NPC, added_nPC, per_document=per_document)
+    y_BTC, _ = convolve(x_BTC, weight_CK, before_nPC, local, False)
     return y_BTC, final_NPC if output_final_state else None
 
 
-def _has_kernel(x_BTC: Tensor) -> bool:
-    if not x_BTC.is_cuda or x_BTC.dtype == torch.float64 or torch.are_deterministic_algorithms_enabled():
-        return False
-    return find_spec("fla") is not None
+def _or_zeros(state_NPC: Tensor | None, x_BTC: Tensor, P: int, documents: int) -> Tensor:
+    """The tokens before documents, in the dtype of x."""
+    return x_BTC.new_zeros(documents, P, x_BTC.shape[-1]) if state_NPC is None else state_NPC.to(x_BTC.dtype)
 
 
-def _kernel(
+def _in_pytorch(
+    x_BTC: Tensor, weight_CK: Tensor, before_nPC: Tensor | None, local: LocalDocuments, output_final_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    P, final_nPC = weight_CK.shape[1] - 1, None
+    before_nPC = _or_zeros(before_nPC, x_BTC, P, len(local.lengths))
+    documents = x_BTC.flatten(0, 1).split(local.lengths)
+    if output_final_state:
+        final_nPC = torch.stack([_last(torch.cat(rows), P) for rows in zip(before_nPC, documents, strict=True)])
+    if not local.packed:
+        return _tap_by_tap(torch.cat([before_nPC, x_BTC], 1), weight_CK), final_nPC
+    pieces = [piece for rows in zip(before_nPC, documents, strict=True) for piece in rows]
+    y_MC = _tap_by_tap(torch.cat(pieces)[None], weight_CK)[0]
+    with_gaps = y_MC.split([size for length in local.lengths for size in (length, P)][:-1])
+    return torch.cat(with_gaps[::2])[None], final_nPC
+
+
+def _obstacle_to_fla(x_BTC: Tensor) -> str | None:
+    if torch.are_deterministic_algorithms_enabled():
+        return "algorithms must be deterministic, but its kernel is chosen by its measured time"
+    return obstacle_to_kernels(x_BTC, LOW_PRECISION, "fla-core")
+
+
+def _by_fla(
     x_BTC: Tensor, weight_CK: Tensor, before_nPC: Tensor | None, local: LocalDocuments, output_final_state: bool
 ) -> tuple[Tensor, Tensor | None]:
     """One launch for all documents; the state of the kernel has K tokens, the oldest of which no output reads."""
@@ -96,6 +102,9 @@ def _kernel(
         **(fla_documents(local.offsets, x_BTC.device) if local.packed else {}),
     )
     return y_BTC, None if final_nCK is None else final_nCK.mT[:, 1:]
+
+
+BACKENDS = [Backend("fla-core", _obstacle_to_fla, _by_fla), Backend("PyTorch", None, _in_pytorch)]
 
 
 class _TapByTap(torch.autograd.Function):

@@ -36,8 +36,10 @@ from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.torch_internals import FUNCTIONAL_COLLECTIVES
 
-# megatron-core and DeepSpeed call deprecated names.
-warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated.*", category=FutureWarning)
+OF_LIBRARIES = (
+    r".*torch\.distributed\.\w+` is deprecated", ".*Apex are not installed", ".*CUDA_DEVICE_MAX_CONNECTIONS"
+)  # fmt: skip
+"""Warnings of megatron-core and DeepSpeed that need no action."""
 
 
 class World(NamedTuple):
@@ -60,6 +62,8 @@ def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeouts: Timeout
         ConfigError: the device does not exist, or this node has more ranks than GPUs.
         TostError: the rendezvous timed out.
     """
+    for message in OF_LIBRARIES:
+        warnings.filterwarnings("ignore", message)
     kind = _device_kind(device)
     prefer_loopback()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -153,10 +157,6 @@ def _device_kind(device: str) -> str:
     if not available[device]:
         raise ConfigError(f"run.device = {device}: this machine has no such device; choose cpu or auto")
     return device
-
-
-# Optional for megatron-core.
-warnings.filterwarnings("ignore", message=".*Apex are not installed.*")
 
 
 class Axis(NamedTuple):

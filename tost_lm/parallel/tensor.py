@@ -5,8 +5,8 @@ column-parallel layer gathers all of them, [B, T, …]. Megatron splits the firs
 If R does not divide T, the stream is padded; mixers and loss do not see the padding.
 """
 
-import warnings
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,26 +33,6 @@ from tost_lm.parallel.mesh import Axis, all_gather, all_reduce
 from tost_lm.parallel.rank_weights import TensorSlice, mark_slice, slice_of
 from tost_lm.parallel.settings import obstacle_to_tensor_ranks
 
-warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
-
-
-class _With:
-    """A module with some other attributes."""
-
-    def __init__(self, module: Any, **others: Any):
-        self._module = module
-        vars(self).update(others)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-if not torch.cuda.is_available():
-    # Without a GPU, these modules of megatron-core find that the current device is the CPU; no others do.
-    torch_on_cpu = _With(torch, cuda=_With(torch.cuda, current_device=lambda: torch.device("cpu")))
-    for module in (tensor_parallel.layers, tensor_parallel.mappings, utils):
-        vars(module)["torch"] = torch_on_cpu
-
 
 def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
     """Replace each layer by this rank's slice of it.
@@ -62,6 +42,13 @@ def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
     """
     if obstacle := obstacle_to_tensor_ranks(model.config, axis.size):
         raise ConfigError(obstacle)
+    if not torch.cuda.is_available():
+        # From now on these modules of megatron-core find that the current device is the CPU; no others do.
+        torch_on_cpu, cuda = ModuleType("torch"), ModuleType("torch.cuda")
+        vars(cuda).update(vars(torch.cuda), current_device=lambda: torch.device("cpu"))
+        vars(torch_on_cpu).update(vars(torch), cuda=cuda)
+        for module in (tensor_parallel.layers, tensor_parallel.mappings, utils):
+            vars(module)["torch"] = torch_on_cpu
     residual = Residual(axis)
     with torch.device("meta"):  # megatron-core's layers start with weights of their own
         embedding = VocabularyEmbedding(model.embedding, residual)

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import conv1d
 
 from tost_lm.ops import short_conv as short_conv_module
+from tost_lm.ops.backends import choose
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.ops.short_conv import short_conv
 from tost_lm.testing import assert_as_accurate
@@ -93,7 +94,7 @@ def test_the_kernel_is_as_accurate(
         x, weight, state = leaves = [value.to(dtype).requires_grad_() for value in drawn]
         before = state if with_state else None
         if kernel:
-            y, final = short_conv_module._kernel(x, weight, before, local, output_final_state=True)
+            y, final = short_conv_module._by_fla(x, weight, before, local, output_final_state=True)
         else:
             y, final = short_conv(x, weight, local=local, initial_NPC=before, output_final_state=True)
         assert final is not None
@@ -112,7 +113,8 @@ def test_the_kernel_is_used_on_gpus_unless_algorithms_must_be_deterministic(monk
 
     def has_kernel(device: str, dtype: torch.dtype = torch.bfloat16) -> bool:
         with FakeTensorMode():
-            return short_conv_module._has_kernel(torch.empty(1, 2, 3, device=device, dtype=dtype))
+            x = torch.empty(1, 2, 3, device=device, dtype=dtype)
+            return choose(short_conv_module.BACKENDS, x) == short_conv_module._by_fla
 
     assert has_kernel("cuda")
     assert has_kernel("cuda", torch.float32)

@@ -4,11 +4,11 @@ from typing import get_args
 
 import pytest
 import torch
+from unrounded_muon import UnroundedOnCPU
 
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.optim.interface import optimizer_of, statistics_of
-from tost_lm.optim.muon import UnroundedOnCPU
 from tost_lm.optim.settings import OptimConfig
 
 SHAPE = {"layers": 3, "heads": 2, "width": 8, "vocab_size": 11, "max_positions": 6, "bias": True, "tied_head": False}

@@ -48,8 +48,6 @@ class HfTokenizer(Tokenizer):
             self.eot_token, self.tokenizer_json = str(content["eot_token"]), str(content["tokenizer"])
         except (ValueError, TypeError, KeyError):
             raise DataError("not a file that tost prepare shards wrote, or damaged; copy it again") from None
-        # All calls have one text, so the library's threads would be idle.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._pipeline = _parse(self.tokenizer_json)
         if (eot := self._pipeline.token_to_id(self.eot_token)) is None:
             raise DataError(f"tokenizer.eot_token {self.eot_token}: not in its vocabulary; {_choose(self._pipeline)}")

@@ -25,8 +25,17 @@ from torch.linalg import solve_triangular, vecdot
 
 from tost_lm.mixers.delta.channels import ChannelChunks
 from tost_lm.mixers.delta.groups import Group, groups_of_chunks
-from tost_lm.ops.layout import int64_tensor
+from tost_lm.ops.layout import LocalDocuments, int64_tensor
 from tost_lm.ops.precision import running_dtype, statistics_dtype
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor, local: LocalDocuments
+) -> tuple[Tensor, Tensor]:
+    """y [B, T, H, V] and the final state [n, H, K, V] in the dtype of `initial`."""
+    query_M, key_M, value_M, log_decay_M, beta_M = (x.flatten(0, 1) for x in (query, key, value, log_decay, beta))
+    y_MHV, final_nHKV = delta_rule_chunks(query_M, key_M, value_M, log_decay_M, beta_M, initial, local.lengths)
+    return y_MHV.view_as(value), final_nHKV
 
 
 def delta_rule_chunks(

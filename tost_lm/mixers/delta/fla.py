@@ -10,6 +10,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.torch_version import TorchVersion
 
-from tost_lm.errors import install_hint
-from tost_lm.mixers.delta.chunked import delta_rule_chunks
+from tost_lm.mixers.delta import chunked
 from tost_lm.mixers.delta.settings import DeltaSizes
+from tost_lm.ops.backends import HALF_PRECISION, not_installed, obstacle_to_kernels
 from tost_lm.ops.layout import LocalDocuments, fla_documents
 
 LARGEST_KEY = 256
@@ -32,21 +33,17 @@ TESTED_TOKENS, LARGEST_ERROR = 2048, 0.05
 Relative errors of bfloat16 are below 0.02, those of wrong kernels 0.5."""
 
 
-def obstacle(key: Tensor, value: Tensor, needs_gradient: bool, of_channels: bool = False) -> str | None:
-    """The reason why the kernels are not used, or None."""
-    if not value.is_cuda:
-        return f"values are on {value.device}, but the kernels run on CUDA devices"
-    if value.dtype not in (torch.bfloat16, torch.float16):
-        return f"values are {value.dtype}, but the kernels round products to TF32"
+def obstacle(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor, local: LocalDocuments
+) -> str | None:
+    """The reason why the kernels cannot run this call of `delta_rule`, or None."""
     if key.shape[-1] > LARGEST_KEY:
-        return f"keys have {key.shape[-1]} channels, but the kernels support up to {LARGEST_KEY}"
-    if needs_gradient:
-        sizes = DeltaSizes(key.shape[-2], value.shape[-2], key.shape[-1], value.shape[-1])
-        return missing_in_training(value.device, sizes, of_channels)
-    return None if find_spec("fla") else NOT_INSTALLED
-
-
-NOT_INSTALLED = f"the package fla-core is not installed; {install_hint('gpu')}"
+        return f"keys have {key.shape[-1]} channels, but its kernels support up to {LARGEST_KEY}"
+    found = obstacle_to_kernels(value, HALF_PRECISION, "fla-core")  # of other dtypes, they round products to TF32
+    if found or not needs_gradient(query, key, value, log_decay, beta, initial):
+        return found
+    sizes = DeltaSizes(key.shape[-2], value.shape[-2], key.shape[-1], value.shape[-1])
+    return missing_in_training(value.device, sizes, log_decay.dim() == 4)
 
 
 @cache
@@ -55,18 +52,17 @@ def missing_in_training(device: torch.device, sizes: DeltaSizes, of_channels: bo
 
     Those of decays of channels have no guard, and no GPU has run them here: their gradients are always compared.
     """
-    if not find_spec("fla"):
-        return NOT_INSTALLED
+    if missing := not_installed("fla-core"):
+        return missing
     if not of_channels:
         if not _guards_backward(device):
             return None
-        if has_wrong_blocks(sizes.key_size):
+        if 32 < sizes.key_size <= 64:
             return (
                 "triton 3.4 to 3.7.0 miscompiles fla-core's kernels of keys of 33 to 64 channels, here "
                 f"{sizes.key_size}, for Hopper GPUs; install torch>=2.12.1 or tilelang, or choose another "
                 "model.delta.qk_size"
             )
-        allow_right_blocks()
     error = gradient_error(device, sizes, of_channels)
     if error > LARGEST_ERROR:
         other = "another version of fla-core" if of_channels else "torch>=2.12.1"
@@ -74,42 +70,36 @@ def missing_in_training(device: torch.device, sizes: DeltaSizes, of_channels: bo
     return None
 
 
+@cache
 def _guards_backward(device: torch.device) -> bool:
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == 9
     affected = TorchVersion("3.4.0") <= TorchVersion(version("triton")) < "3.7.1"
     return is_hopper and affected and not find_spec("tilelang")
 
 
-def has_wrong_blocks(key_size: int) -> bool:
-    return 32 < key_size <= 64
-
-
 @cache
-def allow_right_blocks() -> None:
-    """Let fla-core run its guarded backward pass for keys whose blocks are not miscompiled."""
+def _chunks_without_guard() -> Callable[..., tuple[Tensor, Tensor]]:
+    """fla-core's `chunk_gated_delta_rule` with the backward pass that it refuses."""
     from fla.ops.gated_delta_rule import chunk
 
     chunk_o: Any = import_module("fla.ops.common.chunk_o")
-    guarded = chunk.chunk_bwd_dqkwg
+    guarded: Any = chunk.ChunkGatedDeltaRuleFunction
+    _, *parameters = signature(guarded.forward).parameters.values()
 
-    def guarded_for_some(q: Tensor, k: Tensor, *arguments: Any, **options: Any) -> Any:
-        before: bool = chunk_o.TRITON_ABOVE_3_7_1
-        chunk_o.TRITON_ABOVE_3_7_1 = before or not has_wrong_blocks(k.shape[-1])
-        try:
-            return guarded(q, k, *arguments, **options)
-        finally:
-            chunk_o.TRITON_ABOVE_3_7_1 = before
+    class WithoutGuard(guarded):
+        @staticmethod
+        def backward(ctx, *gradients: Tensor) -> Any:
+            before, chunk_o.TRITON_ABOVE_3_7_1 = chunk_o.TRITON_ABOVE_3_7_1, True
+            try:
+                return guarded.backward(ctx, *gradients)
+            finally:
+                chunk_o.TRITON_ABOVE_3_7_1 = before
 
-    chunk.chunk_bwd_dqkwg = guarded_for_some
+    return lambda **arguments: WithoutGuard.apply(*(arguments.get(one.name, one.default) for one in parameters))
 
 
-def gradient_error(
-    device: torch.device,
-    sizes: DeltaSizes,
-    of_channels: bool = False,
-    kernels: Callable[..., tuple[Tensor, Tensor]] | None = None,
-) -> float:
-    """The largest relative error, by norm, of the gradients of `kernels` (None: those of fla-core) against PyTorch.
+def gradient_error(device: torch.device, sizes: DeltaSizes, of_channels: bool = False) -> float:
+    """The largest relative error, by norm, of the gradients of the kernels against PyTorch.
 
     With the layer's own heads: Triton compiles the kernels for each number of heads, in minutes.
     """
@@ -128,13 +118,7 @@ def gradient_error(
             y, final = rule(*leaves, local)
         return torch.autograd.grad([y, final], leaves, [w.to(x) for w, x in zip(weights, (y, final), strict=True)])
 
-    def in_pytorch(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        log_decay, beta, initial, documents = others
-        q, k, v, log_decay, beta = (x.flatten(0, 1) for x in (q, k, v, log_decay, beta))
-        y, final = delta_rule_chunks(q, k, v, log_decay, beta, initial, documents.lengths)
-        return y.unflatten(0, (1, -1)), final
-
-    pairs = zip(gradients(kernels or delta_rule, None), gradients(in_pytorch, torch.float32), strict=True)
+    pairs = zip(gradients(delta_rule, None), gradients(chunked.delta_rule, torch.float32), strict=True)
     return max(float(vector_norm(a.float() - b) / vector_norm(b)) for a, b in pairs)
 
 
@@ -162,6 +146,8 @@ def delta_rule(
     elif recurrent:
         kernel = gated_delta_rule.fused_recurrent_gated_delta_rule
         documents.pop("chunk_indices", None)
+    elif _guards_backward(value.device):
+        kernel = _chunks_without_guard()
     else:
         kernel = gated_delta_rule.chunk_gated_delta_rule
     y, final = kernel(

@@ -6,11 +6,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tost_lm.mixers.delta import fla
-from tost_lm.mixers.delta.chunked import delta_rule_chunks, delta_rule_maps
+from tost_lm.mixers.delta import chunked, fla
 from tost_lm.ops.affine import affine_scan, initial_states
+from tost_lm.ops.backends import Backend, choose
 from tost_lm.ops.layout import LocalDocuments, SequenceShard
 from tost_lm.ops.precision import running_dtype, statistics_dtype
+
+BACKENDS = [
+    Backend("fla-core", fla.obstacle, fla.delta_rule),
+    Backend("chunked", None, chunked.delta_rule),
+]
 
 
 def delta_rule(
@@ -55,19 +60,17 @@ def delta_rule(
         )
         log_decay = _Finite.apply(log_decay)
         initial = initial_states(initial_state, [N, H, K, V], like=value)
-        query_M, key_M, value_M, log_decay_M, beta_M = (x.flatten(0, 1) for x in (query, key, value, log_decay, beta))
+        inputs = query, key, value, log_decay, beta
 
         def scan(before: Tensor) -> tuple[Tensor, Tensor]:
-            trained = fla.needs_gradient(query, key, value, log_decay, beta, before)
-            if fla.obstacle(key, value, trained, log_decay.dim() == 4) is None:
-                return fla.delta_rule(query, key, value, log_decay, beta, before, local)
-            return delta_rule_chunks(query_M, key_M, value_M, log_decay_M, beta_M, before, local.lengths)
+            call = *inputs, before, local
+            return choose(BACKENDS, *call)(*call)
 
         def maps(tokens: slice, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-            return delta_rule_maps(key_M[tokens], value_M[tokens], log_decay_M[tokens], beta_M[tokens], lengths)
+            key_M, value_M, log_decay_M, beta_M = (x.flatten(0, 1)[tokens] for x in inputs[1:])
+            return chunked.delta_rule_maps(key_M, value_M, log_decay_M, beta_M, lengths)
 
-        y, final = affine_scan(scan, maps, initial, local=local, shard=shard, output_final_state=output_final_state)
-    return y.view_as(value), final
+        return affine_scan(scan, maps, initial, local=local, shard=shard, output_final_state=output_final_state)
 
 
 def delta_rule_step(

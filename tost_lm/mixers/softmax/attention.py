@@ -10,6 +10,7 @@ channels a head, M tokens of all documents.
 
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,61 +18,61 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from tost_lm.mixers.softmax.cache import KeysAndValues
+from tost_lm.ops.backends import HALF_PRECISION, Backend, choose, obstacle_to_kernels
 from tost_lm.ops.layout import cached_on_device, to_device
 from tost_lm.torch_internals import FlashOffsets, flash_attention
 
 MIN_TILE_TOKENS, MAX_TILE_TOKENS = 128, 1024
 MAX_FLASH_CHANNELS = 256
+Documents = tuple[tuple[int, ...], tuple[int, ...]]
+"""Queries of each document of a row, and keys of each."""
 
 
-def flash_runs(q: Tensor) -> bool:
-    """Whether flash attention computes these queries."""
-    channels = q.shape[-1]
-    is_16_bit = q.dtype in (torch.float16, torch.bfloat16)
-    return q.is_cuda and is_16_bit and channels % 8 == 0 and channels <= MAX_FLASH_CHANNELS
-
-
-def attend_rows(q_BHTD: Tensor, kv: KeysAndValues, window: int, before_B: Tensor | None = None) -> Tensor:
-    """`causal_attention` by the fastest code."""
-    B, _, T, _ = q_BHTD.shape
-    if before_B is not None or T == 1 or not flash_runs(q_BHTD):
-        return causal_attention(q_BHTD, *kv, window, before_B)
-    S = kv[0].shape[2]
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, *kv))
-    return _flash(q, k, v, (T,) * B, (S,) * B, window).unflatten(0, (B, T)).transpose(1, 2)
-
-
-def attend_packed(
-    q_1HMD: Tensor, kv: KeysAndValues, lengths: tuple[int, ...], keys: tuple[int, ...], window: int
-) -> Tensor:
-    """`causal_attention` in each document of one row.
+def attend(q_BHTD: Tensor, kv: KeysAndValues, window: int, documents: Documents | None = None) -> Tensor:
+    """`causal_attention` of rows or, in one row, in each document, by the fastest code.
 
     Args:
-        q_1HMD: queries of all documents.
         kv: keys and values of all documents, of tokens up to the last query of each.
-        lengths: queries of each document.
-        keys: keys of each document.
-
-    Returns:
-        y [1, H, M, D].
     """
-    if not flash_runs(q_1HMD):
-        documents = zip(q_1HMD.split(lengths, 2), kv[0].split(keys, 2), kv[1].split(keys, 2), strict=True)
-        return torch.cat([causal_attention(*document, window) for document in documents], 2)
-    q, k, v = (x[0].transpose(0, 1) for x in (q_1HMD, *kv))
-    return _flash(q, k, v, lengths, keys, window).transpose(0, 1)[None]
+    return choose(BACKENDS, q_BHTD)(q_BHTD, kv, window, documents)
 
 
-def _flash(
-    q_MHD: Tensor, k_SGD: Tensor, v_SGD: Tensor, lengths: tuple[int, ...], keys: tuple[int, ...], window: int
-) -> Tensor:
-    """Flash attention in documents; y [M, H, D]."""
-    return flash_attention(q_MHD, k_SGD, v_SGD, flash_offsets(lengths, keys, q_MHD.device), window=window)[0]
+def obstacle_to_flash(q: Tensor) -> str | None:
+    """The reason why flash attention cannot compute these queries, or None."""
+    D = q.shape[-1]
+    if D % 8 or D > MAX_FLASH_CHANNELS:
+        return f"heads have {D} channels, but its kernels need a multiple of 8 up to {MAX_FLASH_CHANNELS}"
+    return obstacle_to_kernels(q, HALF_PRECISION)
 
 
-def flash_offsets(lengths: tuple[int, ...], keys: tuple[int, ...], device: torch.device) -> FlashOffsets:
-    """The offsets of documents with these queries and keys."""
-    return _offsets(lengths, device), _offsets(keys, device), max(lengths), max(keys)
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int = 0, documents: Documents | None = None
+) -> tuple[Tensor, Tensor]:
+    """y [B, H, T, D], and the log-sum-exp of the scores [B, H, T]."""
+    B, _, T, _ = q.shape
+    q_MHD, k_SGD, v_SGD = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    y_MHD, log_sum_HM = flash_attention(q_MHD, k_SGD, v_SGD, flash_offsets(q, k, documents), causal, window)
+    return y_MHD.unflatten(0, (B, T)).transpose(1, 2), log_sum_HM.unflatten(1, (B, T)).transpose(0, 1)
+
+
+def _by_tiles(q: Tensor, kv: KeysAndValues, window: int, documents: Documents | None) -> Tensor:
+    if documents is None:
+        return causal_attention(q, *kv, window)
+    lengths, keys = documents
+    split = zip(q.split(lengths, 2), kv[0].split(keys, 2), kv[1].split(keys, 2), strict=True)
+    return torch.cat([causal_attention(*document, window) for document in split], 2)
+
+
+BACKENDS = [
+    Backend("flash", obstacle_to_flash, lambda q, kv, *others: flash(q, kv[0], kv[1], True, *others)[0]),
+    Backend("tiles", None, _by_tiles),
+]
+
+
+def flash_offsets(q: Tensor, k: Tensor, documents: Documents | None = None) -> FlashOffsets:
+    """The offsets of documents, or else of rows."""
+    lengths, keys = documents or ((x.shape[2],) * len(x) for x in (q, k))
+    return _offsets(lengths, q.device), _offsets(keys, q.device), max(lengths), max(keys)
 
 
 @cached_on_device(maxsize=128)
@@ -109,7 +110,7 @@ def causal_attention(
     grouped = k_BGSD.shape[1] != q_BHTD.shape[1]
     kernel_exists = not grouped or q_BHTD.is_cpu or q_BHTD.dtype in (torch.float16, torch.bfloat16)
     if before_B is None and window == S and T == S and kernel_exists:
-        return scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, is_causal=True, enable_gqa=grouped)
+        return _attention(q_BHTD, k_BGSD, v_BGSD, is_causal=True, enable_gqa=grouped)
     tile = min(max(window, MIN_TILE_TOKENS), MAX_TILE_TOKENS)
     sizes = [min(tile, T - start) for start in range(0, T, tile)]
     # Split, not sliced: the backward of each slice would allocate a tensor of all S tokens.
@@ -133,7 +134,7 @@ def attend_one(q_BH1D: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BS: Tenso
     no key is copied."""
     mask = None if visible_BS is None else visible_BS[:, None, None]
     q_BGhD = q_BH1D.squeeze(2).unflatten(1, (k_BGSD.shape[1], -1))
-    return scaled_dot_product_attention(q_BGhD, k_BGSD, v_BGSD, attn_mask=mask).flatten(1, 2)[:, :, None]
+    return _attention(q_BGhD, k_BGSD, v_BGSD, attn_mask=mask).flatten(1, 2)[:, :, None]
 
 
 def _attend(
@@ -147,4 +148,18 @@ def _attend(
     visible = (j_S <= i_T1) & (j_S > i_T1 - window)
     if first_key is not None:
         visible = visible & (j_S >= first_key)
-    return scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=visible)
+    return _attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=visible)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """torch's attention, but not by cuDNN, which torch prefers on Hopper where there is a mask: its gradients are wrong
+    for 64, 192, 320, … keys (pytorch/pytorch#196678), and it makes a plan for each shape."""
+    cuda = torch.backends.cuda
+    # Graphs cannot contain the switch; what they compute here has no mask or a dtype that cuDNN lacks.
+    if torch.compiler.is_compiling() or not cuda.cudnn_sdp_enabled():
+        return scaled_dot_product_attention(q, k, v, **options)
+    cuda.enable_cudnn_sdp(False)
+    try:
+        return scaled_dot_product_attention(q, k, v, **options)
+    finally:
+        cuda.enable_cudnn_sdp(True)

@@ -20,17 +20,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tost_lm.mixers.softmax.attention import attend_packed, attend_rows, flash_offsets, flash_runs
+from tost_lm.mixers.softmax.attention import attend, flash, flash_offsets, obstacle_to_flash
 from tost_lm.mixers.softmax.cache import halves
 from tost_lm.mixers.state import SharedState, TileTensor
+from tost_lm.ops.backends import Backend, choose
 from tost_lm.ops.layout import SequenceShard
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.precision import statistics_dtype
 from tost_lm.torch_internals import (
-    FlashOffsets,
     cpu_flash_attention,
     cpu_flash_attention_backward,
-    flash_attention,
     flash_attention_backward,
 )
 
@@ -74,11 +73,9 @@ def attend_tile(
         skipped = 1 if continued else 0
         before = 0 if skipped else min(earlier, local.before[0])
         q, kv = q_BHTD[:, :, continued:], halves(here_BGSE[:, :, earlier + continued - before :])
-        if local.packed:
-            lengths = local.lengths[skipped:]
-            ys.append(attend_packed(q, kv, lengths, (before + lengths[0], *lengths[1:]), 0))
-        else:
-            ys.append(attend_rows(q, kv, 0))
+        lengths = local.lengths[skipped:]
+        documents = (lengths, (before + lengths[0], *lengths[1:])) if local.packed else None
+        ys.append(attend(q, kv, 0, documents))
     y_BHTD = torch.cat(ys, 2) if len(ys) > 1 else ys[0]
     return y_BHTD, _next_state(kv_BGTE, state, info) if info.output_state else None
 
@@ -177,52 +174,58 @@ def _joined(y: Tensor | None, log_sum: Tensor | None, y_part: Tensor, log_sum_pa
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """y [B, H, T, D], and the log-sum-exp of the scores [B, H, T]; if causal, T = S."""
-    B, H, T, _ = q.shape
-    if flash_runs(q):
-        q_MHD, k_SGD, v_SGD = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        y, log_sum_HM = flash_attention(q_MHD, k_SGD, v_SGD, _offsets(q, k), causal)
-        return y.unflatten(0, (B, T)).transpose(1, 2), log_sum_HM.unflatten(1, (B, T)).transpose(0, 1)
-    if not q.is_cpu:
-        scores = _scores(q, k, causal)
-        log_sum = scores.logsumexp(-1)
-        return (scores - log_sum[..., None]).exp().to(v.dtype) @ _shared(v, H), log_sum
-    return cpu_flash_attention(q, _shared(k, H), _shared(v, H), causal)
+    forward, _, groups = choose(PARTS, q)
+    return forward(q, *(x if groups else _shared(x, q) for x in (k, v)), causal)
 
 
 def _attend_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradients of q, k and v, where y and the log-sum-exp are those of all keys."""
-    B, H = q.shape[:2]
-    if flash_runs(q):
-        dy_MHD, q_MHD, k_SGD, v_SGD, y_MHD = (x.transpose(1, 2).flatten(0, 1) for x in (dy, q, k, v, y))
-        log_sum_HM = log_sum.transpose(0, 1).flatten(1).contiguous()
-        found = flash_attention_backward(dy_MHD, q_MHD, k_SGD, v_SGD, y_MHD, log_sum_HM, _offsets(q, k), causal)
-        dq, dk, dv = (d.unflatten(0, (B, -1)).transpose(1, 2) for d in found)
-        return dq, dk, dv
-    k_BHSD, v_BHSD = _shared(k, H), _shared(v, H)
-    if q.is_cpu:
-        dq, dk, dv = cpu_flash_attention_backward(dy, q, k_BHSD, v_BHSD, y, log_sum, causal)
-    else:
-        pi = (_scores(q, k, causal) - log_sum[..., None]).exp()
-        d_scores = pi * (dy @ v_BHSD.mT - (dy * y).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
-        dq, dk, dv = d_scores @ k_BHSD, d_scores.mT @ q, pi.mT @ dy
-    if k.shape[1] != H:
-        dk, dv = (d.unflatten(1, (k.shape[1], -1)).sum(2) for d in (dk, dv))
-    return dq, dk, dv
+    _, backward, groups = choose(PARTS, q)
+    dq, *d_kv = backward(dy, q, *(x if groups else _shared(x, q) for x in (k, v)), y, log_sum, causal)
+    return dq, *(d if len(d[0]) == k.shape[1] else d.unflatten(1, (k.shape[1], -1)).sum(2) for d in d_kv)
+
+
+def _flash_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, causal: bool
+) -> Iterator[Tensor]:
+    dy_MHD, q_MHD, k_SGD, v_SGD, y_MHD = (x.transpose(1, 2).flatten(0, 1) for x in (dy, q, k, v, y))
+    log_sum_HM = log_sum.transpose(0, 1).flatten(1).contiguous()
+    found = flash_attention_backward(dy_MHD, q_MHD, k_SGD, v_SGD, y_MHD, log_sum_HM, flash_offsets(q, k), causal)
+    return (d.unflatten(0, (len(q), -1)).transpose(1, 2) for d in found)
+
+
+def _by_scores(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, causal)
+    log_sum = scores.logsumexp(-1)
+    return (scores - log_sum[..., None]).exp().to(v.dtype) @ v, log_sum
+
+
+def _by_scores_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    pi = (_scores(q, k, causal) - log_sum[..., None]).exp()
+    d_scores = pi * (dy @ v.mT - (dy * y).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    return d_scores @ k, d_scores.mT @ q, pi.mT @ dy
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    scores = q @ _shared(k, q.shape[1]).mT * q.shape[-1] ** -0.5
+    scores = q @ k.mT * q.shape[-1] ** -0.5
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1) if causal else None
     return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
 
-def _shared(x_BGSD: Tensor, heads: int) -> Tensor:
+def _shared(x_BGSD: Tensor, q: Tensor) -> Tensor:
     """A head for each head of the queries."""
-    return x_BGSD.repeat_interleave(heads // x_BGSD.shape[1], 1) if x_BGSD.shape[1] != heads else x_BGSD
+    return x_BGSD.repeat_interleave(q.shape[1] // x_BGSD.shape[1], 1) if x_BGSD.shape[1] != q.shape[1] else x_BGSD
 
 
-def _offsets(q: Tensor, k: Tensor) -> FlashOffsets:
-    """The offsets of the rows in flat queries and keys."""
-    return flash_offsets((q.shape[2],) * len(q), (k.shape[2],) * len(k), q.device)
+PARTS = [
+    Backend("flash", obstacle_to_flash, (flash, _flash_backward, True)),
+    Backend(
+        "cpu", lambda q: None if q.is_cpu else "no CPU", (cpu_flash_attention, cpu_flash_attention_backward, False)
+    ),
+    Backend("scores", None, (_by_scores, _by_scores_backward, False)),
+]
+"""Attention to some of the keys: functions of `_attend` and `_attend_backward`, and whether heads may share keys."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer, room_after
-from tost_lm.mixers.softmax.attention import attend_one, attend_packed, attend_rows
+from tost_lm.mixers.softmax.attention import attend, attend_one, causal_attention
 from tost_lm.mixers.softmax.cache import (
     KeysAndValues,
     KeyValueSlots,
@@ -124,8 +124,8 @@ class _Attention:
         self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None
     ) -> tuple[Tensor, KeyValueState | None]:
         up_to_here, sequence = self._around(k, v)
-        attend = self._attend_rows if self.info.cu_seqlens is None else self._attend_packed
-        return attend(q, up_to_here, sequence, state)
+        attend_all = self._attend_rows if self.info.cu_seqlens is None else self._attend_packed
+        return attend_all(q, up_to_here, sequence, state)
 
     def _around(self, k: Tensor, v: Tensor) -> tuple[KeysAndValues, KeysAndValues]:
         """Keys and values up to this rank's last token, and up to the sequence's last.
@@ -158,7 +158,10 @@ class _Attention:
         if self.window:  # without what is before the first query's window
             up_to_here = last_of_both(up_to_here, q.shape[2] + self.window - 1)
         before_B = info.position[:, 0] if info.position.dim() == 2 else None  # None: as many as there are keys
-        y = attend_rows(q, up_to_here, self.window, before_B)
+        if before_B is None and q.shape[2] > 1:
+            y = attend(q, up_to_here, self.window)
+        else:
+            y = causal_attention(q, *up_to_here, self.window, before_B)
         return y, KeyValueState(*map(self._in_window, sequence)) if info.output_state else None
 
     def _attend_packed(
@@ -183,7 +186,7 @@ class _Attention:
             keys = tuple(k.shape[2] for k, _ in documents)
         if self.window and (beyond := keys[0] - (local.lengths[0] + self.window - 1)) > 0:
             kv, keys = last_of_both(kv, sum(keys) - beyond), (keys[0] - beyond, *keys[1:])
-        y = attend_packed(q, kv, local.lengths, keys, self.window)
+        y = attend(q, kv, self.window, (local.lengths, keys))
         if not info.output_state:
             return y, None
         if info.output_state == "last":

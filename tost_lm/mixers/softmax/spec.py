@@ -98,7 +98,7 @@ class SoftmaxSpec(MixerSpec):
         return NO_FLOPS
 
     def launches(self) -> int:
-        return 34 + BLOCK_LAUNCHES
+        return 31 + BLOCK_LAUNCHES
 
     def stored_bytes(self, load: Load) -> float:
         shape, e, ranks = load.shape, load.element_bytes, load.sequence

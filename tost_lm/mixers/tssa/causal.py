@@ -1,21 +1,31 @@
 """The public operator, causal Token Statistics Self-Attention with state in and state out, and one step of it."""
 
-import os
 from functools import partial
-from importlib.util import find_spec
-from types import ModuleType
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from tost_lm.mixers.layer import HeadSoftmax
-from tost_lm.mixers.tssa import chunked
 from tost_lm.mixers.tssa.phases import CausalTssa, SoftmaxOverHeads, carries
 from tost_lm.mixers.tssa.statistics import TssaState, check_state, token_scores
+from tost_lm.ops.backends import LOW_PRECISION, Backend, choose, obstacle_to_kernels
 from tost_lm.ops.layout import LocalDocuments, SequenceShard, document_layout
 from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
 
-BACKENDS = ("chunked", "triton")
+
+def _obstacle_to_triton(w_BTHD: Tensor) -> str | None:
+    _, _, H, D = w_BTHD.shape
+    if H > 64 or D > 256:
+        return f"w has {H} heads of {D} channels, but its kernels support up to 64 of 256"
+    return obstacle_to_kernels(w_BTHD, LOW_PRECISION, "triton")
+
+
+BACKENDS = [
+    Backend("triton", _obstacle_to_triton, "tost_lm.mixers.tssa.triton"),  # optional, and slow to import
+    Backend("chunked", None, "tost_lm.mixers.tssa.chunked"),
+]
+"""Modules of phases."""
 
 
 def causal_tssa(
@@ -78,7 +88,8 @@ def causal_tssa(
         dtype = statistics_dtype(w)
         bias_BHT = None if bias is None else bias.to(dtype).expand(B, H, T)
         initial = [] if state is None else [x.to(torch.promote_types(x.dtype, dtype)) for x in state]
-        phases, scan, w_MHD = _choose(backend, w), partial(carries, shard, local), w.reshape(B * T, H, D).contiguous()
+        phases, scan = import_module(choose(BACKENDS, w, name=backend)), partial(carries, shard, local)
+        w_MHD = w.reshape(B * T, H, D).contiguous()
         layout = document_layout(local.offsets, phases.chunk_tokens(H, D, w.device), w.device)
         y_MHD, *final = CausalTssa.apply(phases, scan, layout, heads, w_MHD, temp.to(dtype), bias_BHT, *initial)  # pyright: ignore[reportGeneralTypeIssues]
     return y_MHD.view(B, T, H, D), TssaState(*final) if output_final_state else None
@@ -139,31 +150,3 @@ def _check_shapes(w: Tensor, temp: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"temp must be [H] = [{H}], got {list(temp.shape)}")
     if bias is not None and bias.shape not in ((H, T), (B, H, T)):
         raise ValueError(f"bias must be [H, T] = [{H}, {T}] or [B, H, T], got {list(bias.shape)}")
-
-
-def _choose(name: str | None, w_BTHD: Tensor) -> ModuleType:
-    """The module of a backend; None: of the default for w. Raises ValueError if it is unknown or cannot run."""
-    if name not in (None, *BACKENDS):
-        raise ValueError(f"unknown backend: {name!r}; use one of {', '.join(BACKENDS)}, or None for the default")
-    obstacle = _obstacle_to_triton(w_BTHD)
-    if name == "triton" and obstacle:
-        raise ValueError(f"backend {name!r} cannot run here: {obstacle}; use None for the default")
-    if name == "chunked" or obstacle or (name is None and not w_BTHD.is_cuda):
-        return chunked
-    from tost_lm.mixers.tssa import triton  # an optional package, and slow to import
-
-    return triton
-
-
-def _obstacle_to_triton(w_BTHD: Tensor) -> str | None:
-    """The reason why the Triton kernels cannot read w, or None."""
-    if not find_spec("triton"):
-        return "the package triton is not installed"
-    if not w_BTHD.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"w is on {w_BTHD.device}, but its kernels run on CUDA devices"
-    if w_BTHD.dtype == torch.float64:
-        return "its statistics are float32, too few digits for float64 inputs"
-    _, _, H, D = w_BTHD.shape
-    if H > 64 or D > 256:
-        return f"w has {H} heads of {D} channels, but its kernels support up to 64 of 256"
-    return None

@@ -15,6 +15,7 @@ from tost_lm.mixers.delta import fla
 from tost_lm.mixers.delta.layer import DeltaMixer
 from tost_lm.mixers.delta.operator import delta_rule
 from tost_lm.mixers.delta.settings import DeltaSizes
+from tost_lm.ops import backends
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.testing import assert_as_accurate
 
@@ -69,32 +70,36 @@ def test_the_reference_of_fla_in_chunks_agrees(module: str, rule: str, decays: t
 
 
 def obstacle(device: str, dtype: torch.dtype, size: int, *, trained: bool = True) -> str | None:
-    with FakeTensorMode():
-        key, value = (torch.empty(1, 1, 1, size, device=device, dtype=dtype) for _ in range(2))
-        return fla.obstacle(key, value, trained)
+    with FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fla, "needs_gradient", lambda *_: trained)
+        x, rate = (torch.empty(1, 1, 1, *last, device=device, dtype=dtype) for last in ([size], []))
+        return fla.obstacle(x, x, x, rate, rate, x, LocalDocuments.of(None, 1, 1, None))
 
 
 def test_kernels_are_used_for_16_bit_values_on_gpus():
     fla_core()
     assert obstacle("cuda", torch.bfloat16, 256) is None
     assert obstacle("cuda", torch.float16, 128) is None
-    assert obstacle("cpu", torch.bfloat16, 128) == "values are on cpu, but the kernels run on CUDA devices"
-    assert obstacle("cuda", torch.float32, 128) == "values are torch.float32, but the kernels round products to TF32"
-    assert obstacle("cuda", torch.bfloat16, 257) == "keys have 257 channels, but the kernels support up to 256"
+    assert obstacle("cpu", torch.bfloat16, 128) == "the input is on cpu, but its kernels run on CUDA devices"
+    assert str(obstacle("cuda", torch.float32, 128)).startswith("the input is torch.float32, but its kernels support")
+    assert obstacle("cuda", torch.bfloat16, 257) == "keys have 257 channels, but its kernels support up to 256"
 
 
 @pytest.fixture
 def fresh_answers() -> Iterator[None]:
-    fla.missing_in_training.cache_clear()
+    cached = fla.missing_in_training, fla._guards_backward
+    for function in cached:
+        function.cache_clear()
     yield
-    fla.missing_in_training.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_answers")
 def test_without_the_package_the_reason_is_given(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fla, "find_spec", lambda _: None)
+    monkeypatch.setattr(backends, "find_spec", lambda _: None)
     for trained in (True, False):
-        assert obstacle("cuda", torch.bfloat16, 8, trained=trained) == fla.NOT_INSTALLED
+        assert "fla-core is not installed; run pip" in str(obstacle("cuda", torch.bfloat16, 8, trained=trained))
 
 
 @pytest.mark.usefixtures("fresh_answers")
@@ -109,7 +114,6 @@ def test_training_with_kernels_that_triton_miscompiles_is_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(fla, "version", lambda package: triton)
-    monkeypatch.setattr(fla, "allow_right_blocks", lambda: None)
     errors = {32: 0.01, 128: 0.4}
     monkeypatch.setattr(fla, "gradient_error", lambda device, sizes, _: errors[sizes.key_size])
 
@@ -133,28 +137,37 @@ def test_training_with_kernels_that_triton_miscompiles_is_refused(
     assert str(wrong).endswith("install another version of fla-core")  # on any GPU
 
 
-def test_the_guard_of_fla_stays_for_blocks_of_64(monkeypatch: pytest.MonkeyPatch):
-    """Its backward kernel, in Triton's interpreter, where the package takes the machine for a Hopper GPU."""
+def test_only_our_backward_passes_the_guard_of_fla(monkeypatch: pytest.MonkeyPatch):
+    """Of the operator, all else but the guarded function is left out; the machine is taken for a Hopper GPU."""
     chunk_o = fla_core("fla.ops.common.chunk_o")
-    chunk = fla_core("fla.ops.gated_delta_rule.chunk")
     for name, value in (("IS_NVIDIA_HOPPER", True), ("TRITON_ABOVE_3_4_0", True), ("TRITON_ABOVE_3_7_1", False)):
         monkeypatch.setattr(chunk_o, name, value)
-    monkeypatch.setattr(chunk, "chunk_bwd_dqkwg", chunk.chunk_bwd_dqkwg)
     monkeypatch.setattr(chunk_o, "chunk_bwd_kernel_dqkwg", Reached())
+    chunk = fla_core("fla.ops.gated_delta_rule.chunk")
 
-    def call(size: int) -> None:
-        q, k, v, do, w, dv = (torch.randn(1, 64, 1, size) for _ in range(6))
-        h, dh = (torch.randn(1, 1, 1, size, size) for _ in range(2))
-        chunk.chunk_bwd_dqkwg(q=q, k=k, v=v, do=do, h=h, dh=dh, w=w, g=torch.zeros(1, 64, 1), dv=dv, scale=1.0)
+    def forward(v: Tensor, g: Tensor, initial_state: Tensor, **_: Any) -> tuple[Tensor | None, ...]:
+        return g, v.clone(), v, initial_state, initial_state, None
 
-    with pytest.raises(RuntimeError, match="produces incorrect results"):
-        call(128)
-    fla.allow_right_blocks.__wrapped__()
-    with pytest.raises(RuntimeError, match="produces incorrect results"):
-        call(64)
-    with pytest.raises(ReachedError):
-        call(128)
-    assert not chunk_o.TRITON_ABOVE_3_7_1
+    def inner_backward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, **_: Any) -> None:
+        chunk.chunk_bwd_dqkwg(q=q, k=k, v=v, do=do, h=q, dh=q, w=k, g=g, dv=v, scale=1.0)
+
+    monkeypatch.setattr(chunk, "chunk_gated_delta_rule_fwd", forward)
+    monkeypatch.setattr(chunk, "chunk_gated_delta_rule_bwd", inner_backward)
+
+    def backward(rule: Any) -> None:
+        q, k, v, state = (torch.randn(1, 64, 1, 16, requires_grad=True) for _ in range(4))
+        g, beta = -torch.rand(1, 64, 1), torch.rand(1, 64, 1)
+        y, _ = rule(q=q, k=k, v=v, g=g, beta=beta, scale=1.0, initial_state=state, output_final_state=True)
+        y.sum().backward()
+
+    for rule, error in (
+        (chunk.chunk_gated_delta_rule, RuntimeError),
+        (fla._chunks_without_guard(), ReachedError),
+        (chunk.chunk_gated_delta_rule, RuntimeError),
+    ):
+        with pytest.raises(error):
+            backward(rule)
+        assert not chunk_o.TRITON_ABOVE_3_7_1
 
 
 class ReachedError(Exception):
@@ -170,7 +183,7 @@ class Reached:
 
 @pytest.mark.parametrize("of_channels", [False, True])
 @pytest.mark.parametrize("error", [0.0, 0.5])
-def test_wrong_gradients_are_noticed(error: float, of_channels: bool):
+def test_wrong_gradients_are_noticed(error: float, of_channels: bool, monkeypatch: pytest.MonkeyPatch):
     """The comparison with kernels in bfloat16 that are right, and with an error in the gradient of a decay."""
 
     def kernels(*tensors: Any) -> tuple[Tensor, Tensor]:
@@ -182,5 +195,6 @@ def test_wrong_gradients_are_noticed(error: float, of_channels: bool):
         assert final is not None
         return y, final
 
-    found = fla.gradient_error(torch.device("cpu"), DeltaSizes(1 + of_channels, 2, 16, 8), of_channels, kernels)
+    monkeypatch.setattr(fla, "delta_rule", kernels)
+    found = fla.gradient_error(torch.device("cpu"), DeltaSizes(1 + of_channels, 2, 16, 8), of_channels)
     assert 0 < found < 0.02 if not error else found > fla.LARGEST_ERROR

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 from tost_lm.config import validate
 from tost_lm.mixers.softmax import attention, earlier_tiles
 from tost_lm.model import ModelConfig, TostLM
+from tost_lm.ops.backends import choose
 from tost_lm.pretrain.tiled import tiled_loss
 
 Where = tuple[Tensor, Tensor, int, int, bool, int, int]
@@ -75,8 +77,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Where]]:
                 d[keys] = of_heads.unflatten(1, (k.shape[1], -1)).sum(2)
         return dq, dk, dv
 
-    monkeypatch.setattr(attention, "flash_runs", lambda _: True)
-    monkeypatch.setattr(earlier_tiles, "flash_runs", lambda _: True)
+    for module, name in ((attention, "BACKENDS"), (earlier_tiles, "PARTS")):
+        monkeypatch.setattr(module, name, [getattr(module, name)[0]._replace(obstacle=None)])
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")
@@ -167,16 +169,24 @@ def test_all_documents_of_a_call_are_one_call(calls: list[Where]):
 
 
 def test_it_runs_on_cuda_in_16_bit_types_with_channels_that_it_supports():
-    def runs(dtype: torch.dtype, channels: int) -> bool:
-        q = torch.empty(1, 1, 1, channels, dtype=dtype)
-        on_cpu = attention.flash_runs(q)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
-            assert not on_cpu
-            return attention.flash_runs(q)
+    def runs(dtype: torch.dtype, channels: int, device: str = "cuda") -> bool:
+        with FakeTensorMode():
+            return attention.obstacle_to_flash(torch.empty(1, 1, 1, channels, dtype=dtype, device=device)) is None
 
+    assert not runs(torch.bfloat16, 64, "cpu")
     assert runs(torch.bfloat16, 64)
     assert runs(torch.float16, 256)
     assert not runs(torch.float32, 64)
     assert not runs(torch.bfloat16, 257)
     assert not runs(torch.bfloat16, 12)
+
+
+def test_a_graph_can_contain_the_choice():
+    """As of the tiles of a compiled block on a GPU."""
+
+    def use(q: Tensor) -> Tensor:
+        return q if choose(earlier_tiles.PARTS, q) is earlier_tiles.PARTS[0].code else q.float()
+
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
+        assert torch.compile(use, fullgraph=True, backend="eager")(q).dtype == torch.bfloat16

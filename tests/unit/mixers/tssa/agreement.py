@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 from tssa_naive import causal_tssa_naive
 
-from tost_lm.mixers.tssa.causal import causal_tssa
+from tost_lm.mixers.tssa.causal import BACKENDS, causal_tssa
 from tost_lm.mixers.tssa.statistics import TssaState
+from tost_lm.ops.backends import Backend
 from tost_lm.testing import assert_as_accurate
 
+TRITON = "triton" if torch.cuda.is_available() else "interpreter"
+"""The backend of the Triton kernels; without a GPU, Triton's interpreter runs them."""
+if TRITON == "interpreter":
+    BACKENDS.append(Backend(TRITON, None, BACKENDS[0].code))  # the last one is never the default
 NAMES = ("y", "energy", "weighted_energy", "mass", "dw", "d_temp", "d_bias", "d_energy", "d_weighted_energy", "d_mass")
 Results = dict[str, Tensor]
 """Outputs, final state and gradients, by NAMES."""

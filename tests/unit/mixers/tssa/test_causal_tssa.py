@@ -1,5 +1,7 @@
 """The operator against loops over the published formulas, its options, and its error messages."""
 
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,10 @@ from hypothesis import strategies as st
 from reference import causal_tssa_by_loops
 from tssa_naive import causal_tssa_naive
 
-from tost_lm.mixers.tssa import chunked
-from tost_lm.mixers.tssa.causal import BACKENDS, causal_tssa, tssa_step
+from tost_lm.mixers.tssa import causal, chunked
+from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
 from tost_lm.mixers.tssa.statistics import TssaState
+from tost_lm.ops.backends import Backend
 
 pytestmark = pytest.mark.quick
 
@@ -60,7 +63,7 @@ def test_single_tokens_of_a_wrong_shape_are_refused():
         ({"w": torch.zeros(2, 0, 3, 4)}, "with no size 0"),
         ({"temp": torch.ones(2)}, r"temp must be \[H\]"),
         ({"bias": torch.zeros(3, 4)}, "bias must be"),
-        ({"backend": "cuda"}, "unknown backend: 'cuda'; use one of chunked, triton"),
+        ({"backend": "cuda"}, "unknown backend: 'cuda'; use one of triton, chunked"),
         ({"w": torch.ones(2, 5, 3, 4).long()}, "floating point"),
         ({"initial_state": TssaState.empty(1, 3, 4, torch.ones(1))}, "the state holds 1 documents, the input 2"),
         ({"w": torch.ones(0, 5, 3, 4)}, "with no size 0"),
@@ -76,20 +79,41 @@ def test_invalid_inputs_are_refused(change: dict, message: str):
         causal_tssa(**arguments)
 
 
-def test_a_backend_that_cannot_run_gives_the_reason(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    reasons = {"w is on cpu": torch.ones(1, 4, 2, 3)}
+def test_a_backend_that_cannot_run_gives_the_reason():
+    reasons = {"is on cpu": torch.ones(1, 4, 2, 3), "65 heads of 3 channels": torch.ones(1, 4, 65, 3)}
     if torch.cuda.is_available():
         reasons = {
             "float64": torch.ones(1, 4, 2, 3, device="cuda", dtype=torch.float64),
-            "65 heads of 3 channels": torch.ones(1, 4, 65, 3, device="cuda"),
         }
     for reason, w in reasons.items():
         with pytest.raises(ValueError, match=f"'triton' cannot run here: .*{reason}"):
             causal_tssa(w, torch.ones(w.shape[2], device=w.device), backend="triton")
-    monkeypatch.setattr("tost_lm.mixers.tssa.causal.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="the package triton is not installed"):
-        causal_tssa(torch.ones(1, 4, 2, 3), torch.ones(2), backend="triton")
+
+
+OWN = """
+from tost_lm.mixers.tssa.chunked import *
+from tost_lm.mixers.tssa import chunked
+
+seen = []
+
+def output(inputs, stored):
+    seen.append(inputs.w_MHD.dtype)
+    return chunked.output(inputs, stored)
+"""
+
+
+def test_a_new_kernel_is_a_file_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "own_phases.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    obstacle = lambda w: None if w.dtype == torch.float64 else f"w is {w.dtype}"
+    monkeypatch.setattr(causal, "BACKENDS", [Backend("own", obstacle, "own_phases"), *causal.BACKENDS])
+    w, temp, _ = inputs(0, 1, 5, 2, 3)
+    for dtype in (torch.float64, torch.float32):
+        default, chunks = (causal_tssa(w.to(dtype), temp, backend=name)[0] for name in (None, "chunked"))
+        assert torch.equal(default, chunks)
+    assert import_module("own_phases").seen == [torch.float64]
+    with pytest.raises(ValueError, match=r"'own' cannot run here: w is torch.float32; use None"):
+        causal_tssa(w.float(), temp, backend="own")
 
 
 def test_a_cpu_operator_stays_in_the_calling_thread(monkeypatch: pytest.MonkeyPatch):
@@ -107,4 +131,5 @@ def test_a_cpu_operator_stays_in_the_calling_thread(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_backend_is_described():
-    assert all(f"`{name}`" in (causal_tssa.__doc__ or "") for name in BACKENDS)
+    names = [backend.name for backend in causal.BACKENDS if backend.name != "interpreter"]
+    assert all(f"`{name}`" in (causal_tssa.__doc__ or "") for name in names)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from agreement import draw_call
+from agreement import TRITON, draw_call
 from triton_cases import (
     EXTREMES,
     SHAPES,
@@ -107,6 +107,6 @@ def test_scans_of_several_steps_and_documents(lengths: tuple[int, ...], reverse:
 
 def test_no_bias_is_a_bias_of_zero():
     w, temp = torch.randn(1, 5, 2, 16, device=DEVICE), torch.ones(2, device=DEVICE)
-    without, _ = causal_tssa(w, temp, backend="triton")
-    zero, _ = causal_tssa(w, temp, torch.zeros(2, 5, device=DEVICE), backend="triton")
+    without, _ = causal_tssa(w, temp, backend=TRITON)
+    zero, _ = causal_tssa(w, temp, torch.zeros(2, 5, device=DEVICE), backend=TRITON)
     assert torch.equal(without, zero)

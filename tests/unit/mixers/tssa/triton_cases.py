@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from agreement import Call, Results, assert_accurate, draw_call, errors
+from agreement import TRITON, Call, Results, assert_accurate, draw_call, errors
 
 from tost_lm.testing import assert_as_accurate
 
@@ -50,7 +50,7 @@ EXTREMES = {value: with_value(draw_call(9, (34,), 2, 16, fresh=True), value) for
 
 def run(call: Call) -> Results:
     """Results of the backend, on the device of the call."""
-    return call.run("triton")
+    return call.run(TRITON)
 
 
 def assert_is_the_formulas(call: Call, device: str) -> None:
