@@ -49,6 +49,7 @@ from tost_lm.model.flops import flops_per_token, peak_flops
 from tost_lm.model.streaming import prefill
 from tost_lm.model.transforms import compile_blocks
 from tost_lm.optim.settings import OptimConfig
+from tost_lm.parallel.graceful_stop import GracefulStop, StopOfRanks
 from tost_lm.pretrain.step import Outcome, train_step
 from tost_lm.pretrain.tiled import tile
 from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, assert_close
@@ -241,10 +242,11 @@ class Step:
         )  # fmt: skip
         self._micro_batches, self._turn = micro_batches, cycle(batches)
         self._tiling = tile(self._engine.mesh, batches[0].tokens.shape[1])
+        self._stop = StopOfRanks(GracefulStop(), 1, lambda: 0.0)
 
     def __call__(self, before_update: Callable[[], None] = lambda: None) -> Outcome:
         batches, lr = [next(self._turn) for _ in range(self._micro_batches)], OptimConfig().lr
-        return train_step(self._engine, batches, self._tiling, lr, before_update=before_update)
+        return train_step(self._engine, batches, self._tiling, lr, before_update=before_update, stop=self._stop)
 
     def measured(self, case: str, tokens: int) -> dict[str, Any]:
         """A cell with time, MFU, memory and all kernels, after a first step; `tokens` are those of a sequence."""

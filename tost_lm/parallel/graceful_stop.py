@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from types import FrameType
@@ -91,16 +91,34 @@ class StopOfRanks:
         self._graceful_stop, self._ranks, self._save_seconds = graceful_stop, ranks, save_seconds
         self._since, self._longest_step = time.monotonic(), 0.0
 
+    def votes_of_step(self) -> list[float]:
+        """This rank's vote after a step, a number for each of REASONS; `reason_of` reads the sums over all ranks."""
+        here = self._vote_of_step()
+        return [float(number == here) for number in range(len(REASONS))]
+
+    @staticmethod
+    def reason_of(votes: Sequence[float]) -> str:
+        """The reason of any rank; empty: continue."""
+        return REASONS[max(number for number, count in enumerate(votes) if count)]
+
     def after_step(self) -> str:
-        """The reason of any rank, of which one may be that the time left is too short for a step."""
-        now = time.monotonic()
-        self._longest_step, self._since = max(self._longest_step, now - self._since), now
-        return self.reason(self._longest_step)
+        """The same of a step without votes, after a comparison of the ranks."""
+        return REASONS[self._begin(self._vote_of_step())()]
+
+    def begin_check(self) -> Callable[[], None]:
+        """Called by all ranks between two micro-batches; the GPU's queue grows meanwhile. The function that is returned
+        ends the comparison of the ranks. It raises StopRequestedError."""
+        read = self._begin(self._vote())
+
+        def end() -> None:
+            if reason := REASONS[read()]:
+                raise StopRequestedError(reason)
+
+        return end
 
     def check(self) -> None:
-        """Called by all ranks between two micro-batches. Raises StopRequestedError."""
-        if reason := self.reason():
-            raise StopRequestedError(reason)
+        """The same without a pause."""
+        self.begin_check()()
 
     def while_waiting(self) -> None:
         """Called by a rank that waits for data. Raises StopRequestedError, but not on several ranks: they wait for this
@@ -108,16 +126,28 @@ class StopOfRanks:
         if self._ranks == 1:
             self.check()
 
-    def reason(self, seconds_needed: float = 0.0) -> str:
-        """The reason of any rank, the same on all of them; empty: continue.
+    def reason(self) -> str:
+        """The reason of any rank, the same on all of them; empty: continue."""
+        return REASONS[self._begin(self._vote())()]
+
+    def _vote_of_step(self) -> int:
+        """One reason may be that the time left is too short for another step."""
+        now = time.monotonic()
+        self._longest_step, self._since = max(self._longest_step, now - self._since), now
+        return self._vote(self._longest_step)
+
+    def _vote(self, seconds_needed: float = 0.0) -> int:
+        """The number of this rank's reason.
 
         Args:
-            seconds_needed: time [s] until the next call. The save that is in progress and the last save come on top.
+            seconds_needed: time [s] until the next vote. The save that is in progress and the last save come on top.
         """
-        from tost_lm.parallel.mesh import max_over_ranks
+        return REASONS.index(self._graceful_stop.requested(seconds_needed + 2 * self._save_seconds()))
 
-        here = self._graceful_stop.requested(seconds_needed + 2 * self._save_seconds())
-        return REASONS[max_over_ranks(REASONS.index(here))]
+    def _begin(self, vote: int) -> Callable[[], int]:
+        from tost_lm.parallel.mesh import begin_max_over_ranks
+
+        return begin_max_over_ranks(vote) if self._ranks > 1 else lambda: vote
 
 
 def launched_ago() -> float:

@@ -110,9 +110,26 @@ def stop_world() -> None:
 
 def max_over_ranks(number: int) -> int:
     """The maximum over all ranks."""
-    largest = torch.tensor(number, device=communication_device())
+    return begin_max_over_ranks(number)()
+
+
+def begin_max_over_ranks(number: int) -> Callable[[], int]:
+    """The same without waiting for it, or on a GPU for what is in its queue; the function that is returned waits."""
+    device = communication_device()
+    largest = torch.full((), number, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return int(largest)
+    if device.type == "cpu":
+        return lambda: int(largest)
+    here = torch.empty_like(largest, device="cpu", pin_memory=True)
+    here.copy_(largest, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> int:
+        copied.synchronize()  # int(largest) would also wait for what was queued since
+        return int(here)
+
+    return read
 
 
 def _attempt_store(store: Store, rank: int, size: int, timeout_s: float) -> Store:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
+from tost_lm.ops.layout import to_device
+from tost_lm.parallel.graceful_stop import StopOfRanks
 from tost_lm.parallel.mesh import Mesh, all_reduce
 from tost_lm.pretrain.tiled import Tiling
 
@@ -23,6 +25,8 @@ class Outcome(NamedTuple):
     """Global, before clipping."""
     reason_to_skip: str
     """Why weights and optimizer did not change; empty: the step was applied."""
+    stop_reason: str = ""
+    """Why the run stops after it, one of `graceful_stop.REASONS`; empty: it continues."""
 
     @property
     def loss(self) -> float:
@@ -36,14 +40,18 @@ def train_step(
     lr: float,
     reason_to_skip: Callable[[float, float], str] = lambda loss, grad_norm: "",
     before_update: Callable[[], None] = lambda: None,
-    check: Callable[[], None] = lambda: None,
+    stop: StopOfRanks | None = None,
 ) -> Outcome:
     """One optimizer step on this rank's tokens: the columns of each row that `tiling` assigns to it.
 
     Args:
         reason_to_skip: why not to apply the step, given loss and gradient norm; equal on all ranks. Empty: apply it.
         before_update: called between the last backward and the update.
-        check: called between two micro-batches. If it raises, the step is abandoned without an update.
+        stop: compares the ranks between micro-batches and at the end. The host reads what it found between two of them
+            when the next one is in the GPU's queue, and then may abandon the step without an update.
+
+    Raises:
+        StopRequestedError: the step was abandoned.
     """
     mesh: Mesh = engine.mesh
     labels_here = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in micro_batches]).sum()
@@ -51,10 +59,10 @@ def train_step(
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
     found: list[Mapping[str, Tensor]] = []
+    end_check: Callable[[], None] = lambda: None
     for batch in micro_batches:
         if found:
             engine.step()  # does nothing before the last micro-batch
-            check()
         output = engine(
             batch.tokens,
             labels=batch.labels,
@@ -64,17 +72,25 @@ def train_step(
         )
         engine.backward(output.loss)
         found.append(output.scalars)
+        end_check()
+        if stop and len(found) < len(micro_batches):
+            end_check = stop.begin_check()
     means = torch.stack([torch.stack([*scalars.values()]) for scalars in found]).mean(0)
+    votes = torch.tensor(stop.votes_of_step() if stop else [], dtype=means.dtype)
     # Tensor ranks have the same loss, but all must decide alike, even if one of them computed a wrong one.
-    totals = all_reduce(all_reduce(means, mesh.replicas), mesh.tensor)
+    totals = all_reduce(all_reduce(torch.cat([means, to_device(votes, means.device)]), mesh.replicas), mesh.tensor)
     before_update()
 
     @cache
+    def results() -> list[float]:
+        return totals.tolist()
+
     def scalars() -> dict[str, float]:
         ranks = mesh.replicas.size * mesh.tensor.size
-        return {name: total / ranks for name, total in zip(found[0], totals.tolist(), strict=True)}
+        return {name: total / ranks for name, total in zip(found[0], results(), strict=False)}
 
     # A device computes scalars and norm before the host waits for either.
     grad_norm = engine.skippable_step(lambda norm: not reason_to_skip(scalars()["loss"], norm))
     unusable = "" if math.isfinite(grad_norm) else f"gradient norm is {grad_norm}"
-    return Outcome(scalars(), grad_norm, reason_to_skip(scalars()["loss"], grad_norm) or unusable)
+    reason = stop.reason_of(results()[len(found[0]) :]) if stop else ""
+    return Outcome(scalars(), grad_norm, reason_to_skip(scalars()["loss"], grad_norm) or unusable, reason)

@@ -144,6 +144,7 @@ class Trainer:
         if config.data.skips(step):
             self.metrics.skipped(step, "data.skip_steps")
             self.progress = replace(self.progress, step=step)
+            self.stop_reason = self.stop.after_step()
         else:
             self.update(step, micro_batches)
         self.profiler.after_step(step)
@@ -154,7 +155,6 @@ class Trainer:
         if (evaluation := self.evaluation) and due(config.evaluation.interval):
             for row in self.measured(lambda beat: evaluation.measure(self.engine, self.mesh, beat)):
                 self.metrics.evaluation({"step": step, **row})
-        self.stop_reason = self.stop.after_step()
         self.writer.poll()
         if step % config.checkpoint.interval == 0 or self.is_over:
             self.save()  # last, so that the checkpoint contains all results
@@ -165,8 +165,9 @@ class Trainer:
         lr = learning_rate(step - 1 - self.stage.schedule_from, self.stage.schedule_steps, config.optim)
         outcome = train_step(
             self.engine, micro_batches, self.tiling, lr,
-            self.guard.reason_to_skip, self.checksums.before_update, self.stop.check,
+            self.guard.reason_to_skip, self.checksums.before_update, self.stop,
         )  # fmt: skip
+        self.stop_reason = outcome.stop_reason
         if outcome.reason_to_skip:
             self.checksums.check()  # a flipped bit may be the cause
         self.checksums.after_update(step)
