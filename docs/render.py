@@ -82,7 +82,7 @@ def gpu(_: str) -> str:
             result = cell.get("failed") or "; ".join(filter(None, [cell["value"], cell["beside"]]))
             where = name, f"{device}, {cell['time'][:10]}"
             part_name, by = ("", "") if where == before else where
-            rows.append((part_name, cell.get("case", ""), by, result))
+            rows.append((part_name, cell.get("case", "what followed"), by, result))
             before = where
         if not shown:
             rows.append((name, part.shows, "no GPU", ""))

@@ -1,4 +1,4 @@
-"""Language models with causal Token Statistics Self-Attention: linear time, and a state of constant size."""
+"""Long-context language models: hybrids of softmax attention and layers with a state of constant size."""
 
 from typing import TYPE_CHECKING
 
