@@ -19,7 +19,7 @@ from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel.mesh import Axis, Mesh, build_mesh, start_world
 from tost_lm.parallel.settings import ParallelConfig
-from tost_lm.parallel.zero import build_engine, own_state
+from tost_lm.parallel.zero import build_engine
 from tost_lm.pretrain.tiled import TiledLM
 
 DOCUMENT_TOKENS = 1128
@@ -76,11 +76,13 @@ class PlainEngine:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def step(self) -> None:
+    def end_micro_batch(self) -> None:
         """Between micro-batches there is nothing to do."""
 
-    def skippable_step(self, is_allowed: Callable[[float], bool]) -> float:
+    def update(self, lr: float, is_allowed: Callable[[float], bool]) -> float:
         """The update, if `is_allowed(gradient norm)`; returns the norm."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         if self._masters is not self._weights:
             for master, weight in zip(self._masters, self._weights, strict=True):
                 master.grad = None if weight.grad is None else weight.grad.float()
@@ -107,7 +109,7 @@ class PlainEngine:
 def state_bytes_of(engine: Any) -> int:
     """Bytes of weights, masters and moments of this rank."""
     weights = {id(p): p for p in engine.module.parameters()}
-    others = [x for _, x in own_state(engine)] if uses_deepspeed(engine) else engine.state_tensors()
+    others = [x for _, x in engine.own_state()] if uses_deepspeed(engine) else engine.state_tensors()
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in [*weights.values(), *others]}
     return sum(storages.values())
 

@@ -28,7 +28,6 @@ from tost_lm.errors import TostError
 from tost_lm.parallel.mesh import Mesh, World, build_mesh, max_over_ranks, prefer_loopback, start_world
 from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.parallel.watchdog import Heartbeat, watch_ranks
-from tost_lm.parallel.zero import draw_weights
 from tost_lm.pretrain.batches import tiling_of
 from tost_lm.pretrain.engine import build_training_engine
 from tost_lm.pretrain.settings import PretrainConfig
@@ -88,7 +87,7 @@ def training_step(world: World, layout: dict[str, int]) -> Callable[[int], float
     config = validate(PretrainConfig, tree, "benchmarks.gpu")
     mesh = build_mesh(world, config.parallel)
     engine, tiling = build_training_engine(config, mesh), tiling_of(config, mesh)
-    draw_weights(engine)
+    engine.draw_weights()
     return lambda number: train_step(engine, micro_batches(mesh, tiling, number), tiling, config.optim.lr).loss
 
 

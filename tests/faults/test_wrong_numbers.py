@@ -14,7 +14,6 @@ from launches import launch, no_fault
 from test_stopped_runs import curve, saved_steps
 
 from tost_lm.files import read_rows
-from tost_lm.parallel import zero
 from tost_lm.pretrain import train
 from tost_lm.pretrain.validation import Validation
 from tost_lm.tasks.in_training import TasksInTraining
@@ -54,7 +53,7 @@ def infinite_gradient(engine: Any) -> None:
 
 
 def flipped_bit(kind: str, bit: int, engine: Any) -> None:
-    x = next(tensor for what, tensor in zero.own_state(engine) if what.startswith(kind))
+    x = next(tensor for what, tensor in engine.own_state() if what.startswith(kind))
     x.view(torch.int32).view(-1)[7] ^= 1 << bit if bit < 31 else -(1 << 31)
 
 

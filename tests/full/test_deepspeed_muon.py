@@ -57,8 +57,8 @@ def step_of_deepspeed(stage: int, grad_clip: float) -> Step:
         grad_clip=grad_clip, bfloat16=False,
     )  # fmt: skip
     ((_, norm),) = train_steps(engine, "muon", range(1))
-    updates = {name: weight - before[name] for name, weight in zero.full_weights(engine)}
-    states = engine.optimizer.optimizer.state.values()
+    updates = {name: weight - before[name] for name, weight in engine.full_weights()}
+    states = engine._engine.optimizer.optimizer.state.values()
     return Step(norm, updates, sum(state["momentum_buffer"].numel() for state in states if "momentum_buffer" in state))
 
 

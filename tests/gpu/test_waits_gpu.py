@@ -74,8 +74,8 @@ def test_only_its_throughput_timer_lets_deepspeed_synchronize(
 
     synchronized: list[None] = []
     monkeypatch.setattr(get_accelerator(), "synchronize", lambda *device: synchronized.append(None))
-    assert not engine.tput_timer.config.enabled
-    monkeypatch.setattr(engine.tput_timer.config, "enabled", throughput_timer)
+    assert not engine._engine.tput_timer.config.enabled
+    monkeypatch.setattr(engine._engine.tput_timer.config, "enabled", throughput_timer)
     tokens = torch.randint(VOCAB, (2, T), device=DEVICE)
     for _ in range(3):  # the timer starts with the third step
         synchronized.clear()

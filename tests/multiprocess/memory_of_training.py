@@ -12,7 +12,6 @@ from tost_lm.checkpointing.reading import restore
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.parallel.mesh import Mesh, build_mesh, start_world
-from tost_lm.parallel.zero import draw_weights
 from tost_lm.pretrain.batches import tiling_of
 from tost_lm.pretrain.engine import build_training_engine
 from tost_lm.pretrain.settings import PretrainConfig
@@ -89,13 +88,13 @@ def start_measured(settings: Settings, checkpoint: Path | None) -> int:
     if checkpoint:
         restore(engine, checkpoint)
     else:
-        draw_weights(engine)
+        engine.draw_weights()
     return _resident("VmHWM") - before
 
 
 def train_steps(steps: int, config: PretrainConfig, mesh: Mesh, before: int = 0) -> Measured:
     engine, tiling = build_training_engine(config, mesh), tiling_of(config, mesh)
-    draw_weights(engine)
+    engine.draw_weights()
     shape = (config.train.micro_batch_size, config.train.seq_len)
     columns = torch.cat([torch.arange(*tile.columns) for tile in tiling.tiles])
     micro_batches = range(config.accumulation(dist.get_world_size()))

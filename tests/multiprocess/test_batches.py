@@ -17,7 +17,6 @@ from tost_lm.data.prefetch import micro_batches, prefetched
 from tost_lm.data.stages import Packing
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.parallel import zero
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.batches import build_batches, tiling_of
 from tost_lm.pretrain.settings import PretrainConfig
@@ -75,7 +74,7 @@ def train(folder: Path, corpora: Corpora, packing: Packing, parallel: ParallelCo
         for _, batch in steps:
             outcome = train_step(engine, batch, tiling, LR["adamw"])
             records.append((outcome.loss, outcome.grad_norm))
-    return Trained(validation, records, dict(zero.full_weights(engine)), by_hand)
+    return Trained(validation, records, dict(engine.full_weights()), by_hand)
 
 
 def losses_by_hand(model: TostLM, batches: TrainingBatches) -> tuple[list[float], list[float]]:

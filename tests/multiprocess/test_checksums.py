@@ -12,7 +12,6 @@ from training_on_layouts import build_engine, restore, train_steps
 
 from tost_lm.config import validate
 from tost_lm.errors import CorruptionError
-from tost_lm.parallel import zero
 from tost_lm.parallel.agreement import name_ranks
 from tost_lm.parallel.checksums import Checksums, bit_sum
 from tost_lm.parallel.settings import ParallelConfig
@@ -37,7 +36,7 @@ class Flip(NamedTuple):
     def apply(self, engine: Any) -> None:
         """And once more, to undo it."""
         if dist.get_rank() == self.rank:
-            words = dict(zero.own_state(engine))[self.what].view(-1).view(torch.int32)
+            words = dict(engine.own_state())[self.what].view(-1).view(torch.int32)
             words[self.element] ^= -(2**31) if self.bit == 31 else 2**self.bit
 
 
@@ -62,13 +61,13 @@ def drill(tensor: int, case: Case) -> Errors:
     if not is_replicated(engine):
         errors.append((flip, take_step(engine, checksums, 2, flip)))
 
-    weights, moments = dict(zero.full_weights(engine)), list(zero.full_moments(engine))
+    weights, moments = dict(engine.full_weights()), list(engine.full_moments())
     engine = build_engine(layout, "adamw", bfloat16=bfloat16)
     restore(engine, weights, moments, step=2)
     checksums = Checksums(engine, interval=2)
     undamaged += take_step(engine, checksums, 3) + take_step(engine, checksums, 4)
     if is_replicated(engine):
-        [(name, _), *_] = zero.own_state(engine)
+        [(name, _), *_] = engine.own_state()
         flip = Flip(dist.get_world_size() - 1, name, element=5, bit=22)
         flip.apply(engine)
         errors.append((flip, take_step(engine, checksums, 5)))
@@ -76,16 +75,16 @@ def drill(tensor: int, case: Case) -> Errors:
 
 
 def is_replicated(engine: Any) -> bool:
-    return engine.zero_optimization_stage() == 0 and engine.mesh.replicas.size > 1
+    return engine.has_replicas
 
 
 def draw(engine: Any, kind: str, random: torch.Generator) -> Flip:
     def number(below: int) -> int:
         return int(torch.randint(below, (), generator=random))
 
-    tensors = [(what, x) for what, x in zero.own_state(engine) if what.startswith(f"{kind} of ")]
+    tensors = [(what, x) for what, x in engine.own_state() if what.startswith(f"{kind} of ")]
     if kind == KINDS[0]:
-        tensors = [(what, x) for what, x in zero.own_state(engine) if " of " not in what]
+        tensors = [(what, x) for what, x in engine.own_state() if " of " not in what]
     what, x = tensors[number(len(tensors))]
     return Flip(number(dist.get_world_size()), what, number(x.numel()), number(32))
 
@@ -114,7 +113,7 @@ def error_between_steps(engine: Any, checksums: Checksums, flip: Flip) -> str:
 def take_step(engine: Any, checksums: Checksums, step: int, flip: Flip | None = None, skip: bool = False) -> str:
     """The error messages of a step. A flip comes before it and is undone before the update, so that all ranks can
     continue; a step is skipped because a gradient is not finite."""
-    messages, apply_update, before = [], engine.skippable_step, copies(engine)
+    messages, apply_update, before = [], engine.update, copies(engine)
 
     def watched_step(*arguments: Any) -> float:
         messages.append(error_of(checksums.before_update))
@@ -125,9 +124,9 @@ def take_step(engine: Any, checksums: Checksums, step: int, flip: Flip | None = 
     if flip:
         flip.apply(engine)
     hook = next(engine.module.parameters()).register_hook(lambda gradient: gradient * (torch.inf if skip else 1))
-    engine.skippable_step = watched_step
+    engine.update = watched_step
     train_steps(engine, "adamw", range(step, step + 1))
-    engine.skippable_step = apply_update
+    engine.update = apply_update
     hook.remove()
     after = copies(engine)
     assert flip or skip == all(torch.equal(x, after[what]) for what, x in before.items())
@@ -137,7 +136,7 @@ def take_step(engine: Any, checksums: Checksums, step: int, flip: Flip | None = 
 
 
 def copies(engine: Any) -> dict[str, Tensor]:
-    return {what: x.clone() for what, x in zero.own_state(engine)}
+    return {what: x.clone() for what, x in engine.own_state()}
 
 
 def drills(tensor: int, cases: list[Case]) -> list[Errors]:

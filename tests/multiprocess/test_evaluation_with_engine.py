@@ -14,7 +14,6 @@ from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.inference.generation import ForeignFacts
 from tost_lm.inference.ranks import Ranks
-from tost_lm.parallel import zero
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import tile
@@ -53,10 +52,10 @@ def measured_alone(found: TasksInTraining, weights: dict[str, Tensor]) -> list[R
 def train(engine: Any, found: TasksInTraining | None) -> list[list[Row]]:
     """Scores before and after a few steps, in tiles if the ZeRO stage supports them."""
     mesh, measured, beats = engine.mesh, [], []
-    tiling = tile(mesh, T, None if engine.zero_optimization_stage() == 3 else 9)
+    tiling = tile(mesh, T, None if engine._engine.zero_optimization_stage() == 3 else 9)
     for steps in (range(2), range(0)):
         if found:
-            measured.append(found.measure(engine, mesh, lambda: beats.append(1)))
+            measured.append(found.measure(engine, lambda: beats.append(1)))
         for step in steps:
             train_step(engine, micro_batches(mesh, tiling, step), tiling, LR["adamw"])
     assert found is None or len(beats) > 4
@@ -72,8 +71,8 @@ def measure_on(layouts: list[dict[str, int]], folder: Path, bfloat16: bool) -> l
         )
         all_measured.append(train(engine, found))
         train(alone, None)
-        weights = dict(zero.full_weights(engine))
-        for name, weight in zero.full_weights(alone):
+        weights = dict(engine.full_weights())
+        for name, weight in alone.full_weights():
             assert torch.equal(weights[name], weight), name
         relative = 1e-2 if bfloat16 else FLOAT32_REORDERED
         for row, expected in zip(all_measured[-1][-1], measured_alone(found, weights), strict=True):

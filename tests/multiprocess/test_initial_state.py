@@ -24,10 +24,8 @@ from tost_lm.errors import DamagedCheckpointError
 from tost_lm.interop.authors import MOMENTS
 from tost_lm.model import TostLM
 from tost_lm.model.lm import parameter_shapes
-from tost_lm.parallel import zero
 from tost_lm.parallel.mesh import Axis, build_mesh, start_world
 from tost_lm.parallel.rank_weights import slice_of
-from tost_lm.parallel.zero import draw_weights
 from tost_lm.pretrain.engine import build_training_engine
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.testing import run_on_ranks
@@ -84,8 +82,8 @@ def differences(engine: Any, weights: dict[str, Tensor], moments: dict[str, Tens
             whole, held = parameter.detach().clone(), slice_of(parameter)
         whole = whole if held is None else held.gather(whole, engine.mesh.tensor)
         found += [f"weight {name}"] * (not torch.equal(whole, weights[name].to(dtype)))
-    found += [f"master {name}" for name, x in zero.full_weights(engine) if not torch.equal(x, weights[name])]
-    stored = [(f"{statistic}/{name}", x) for name, statistic, x in zero.full_moments(engine)]
+    found += [f"master {name}" for name, x in engine.full_weights() if not torch.equal(x, weights[name])]
+    stored = [(f"{statistic}/{name}", x) for name, statistic, x in engine.full_moments()]
     assert len(stored) == len(moments)
     return found + [label for label, x in stored if not torch.equal(x, moments[label])]
 
@@ -97,7 +95,7 @@ def start_and_resume(layouts: list[dict[str, Any]], checkpoint: Path) -> list[tu
     for layout in layouts:
         config = settings(**layout)
         engine = build_training_engine(config, build_mesh(start_world("cpu"), config.parallel))
-        draw_weights(engine)
+        engine.draw_weights()
         at_start = differences(engine, drawn, {})
         assert restore(engine, checkpoint).step == 2
         found.append((at_start, differences(engine, *whole_tensors(seed=1))))

@@ -11,7 +11,6 @@ from training_on_layouts import LR, T, build_engine, micro_batches
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
-from tost_lm.parallel import zero
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.spikes import SpikeGuard
 from tost_lm.pretrain.step import Outcome, train_step
@@ -24,8 +23,8 @@ FAULTS = ["loss", "gradient", "spike"]
 def everything(engine: Any) -> dict[str, Tensor]:
     # Stage 3 keeps a partition of each and fills in the whole when it likes.
     weights = {f"model/{n}": getattr(p, "ds_tensor", p).detach().clone() for n, p in engine.module.named_parameters()}
-    masters = {f"master/{name}": tensor for name, tensor in zero.full_weights(engine)}
-    moments = {f"{key}/{name}": tensor for name, key, tensor in zero.full_moments(engine)}
+    masters = {f"master/{name}": tensor for name, tensor in engine.full_weights()}
+    moments = {f"{key}/{name}": tensor for name, key, tensor in engine.full_moments()}
     return {**weights, **masters, **moments}
 
 

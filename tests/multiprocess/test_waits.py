@@ -191,7 +191,7 @@ def test_a_step_of_two_micro_batches_waits_only_for_the_loss_and_the_gradient_no
 
 def waits_with_the_throughput_timer() -> dict[str, int]:
     engine = build_engine(ParallelConfig(), "adamw")
-    engine.tput_timer.config.enabled = True
+    engine._engine.tput_timer.config.enabled = True
     return waits_of_a_step(engine, tile(engine.mesh, T), rows)
 
 

@@ -156,12 +156,12 @@ def set_whole(engine: Any, tensors: dict[str, Tensor]) -> None:
     """Set the state of a new engine from whole tensors, named as in `zero.set_state`."""
     parameters = {label: engine.module.get_parameter(label.rpartition("/")[2]) for label in tensors}
     slices = {label: local_slice(x, parameters[label], engine.mesh.tensor) for label, x in tensors.items()}
-    zero.set_state(engine, slices.items())
+    engine.set_state(slices.items())
 
 
 def restore(engine: Any, weights: dict[str, Tensor], moments: list[tuple[str, str, Tensor]], step: int) -> None:
     """Set weights and optimizer state of a new engine after `step` updates."""
-    zero.create_state(engine, step)
+    engine.create_state(step)
     set_whole(engine, {**weights, **{f"{statistic}/{name}": tensor for name, statistic, tensor in moments}})
 
 
@@ -206,7 +206,7 @@ def train_on_layout(
     engine = build_engine(parallel, optimizer, grad_clip=grad_clip, memory=memory, **model)
     gradients = record_gradients(engine)
     losses, norms = zip(*train_steps(engine, optimizer, range(steps), lengths, tile_tokens), strict=True)
-    return Record([*losses], [*norms], gradients, dict(zero.full_weights(engine)))
+    return Record([*losses], [*norms], gradients, dict(engine.full_weights()))
 
 
 def record_gradients(engine: Any) -> list[dict[str, Tensor]]:
@@ -214,7 +214,7 @@ def record_gradients(engine: Any) -> list[dict[str, Tensor]]:
     from deepspeed.utils import safe_get_full_grad
 
     recorded: list[dict[str, Tensor]] = []
-    engine_step = engine.step
+    engine_step = engine._engine.step
 
     def whole(parameter: torch.nn.Parameter) -> Tensor:
         gradient = safe_get_full_grad(parameter).clone()  # pyright: ignore[reportOptionalMemberAccess]
@@ -222,9 +222,9 @@ def record_gradients(engine: Any) -> list[dict[str, Tensor]]:
         return gradient if tensor_slice is None else tensor_slice.gather(gradient, engine.mesh.tensor)
 
     def step() -> None:
-        if engine.is_gradient_accumulation_boundary():
+        if engine._engine.is_gradient_accumulation_boundary():
             recorded.append({name: whole(p) for name, p in engine.module.named_parameters()})
         engine_step()
 
-    engine.step = step
+    engine._engine.step = step
     return recorded

@@ -15,7 +15,6 @@ from tost_lm.data.prefetch import micro_batches
 from tost_lm.model import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.optim.interface import optimizer_of
-from tost_lm.parallel import zero
 from tost_lm.parallel.mesh import build_mesh, start_world
 from tost_lm.pretrain.batches import build_batches, tiling_of
 from tost_lm.pretrain.engine import build_training_engine
@@ -44,8 +43,8 @@ def fresh_steps(folder: Path, recipe: str, words: list[str], before: Path, after
     engine = build_training_engine(config, mesh)
     restore(engine, before)
     train_step(engine, batches, tiling, config.optim.lr)
-    of_engine = dict(zero.full_weights(engine))
-    of_engine |= {f"{statistic}/{name}": moment for name, statistic, moment in zero.full_moments(engine)}
+    of_engine = dict(engine.full_weights())
+    of_engine |= {f"{statistic}/{name}": moment for name, statistic, moment in engine.full_moments()}
     by_torch = {str(dtype): _step_of_torch(config, before, progress.updates, batches, dtype)
                 for dtype in (torch.float32, torch.float64)}  # fmt: skip
     return {"engine": of_engine, "float32": by_torch["torch.float32"], "float64": by_torch["torch.float64"]}

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -35,11 +34,11 @@ from tost_lm.errors import CheckpointError, DamagedCheckpointError
 from tost_lm.files import regular_file
 from tost_lm.model import ModelConfig
 from tost_lm.model.lm import TostLM, parameter_shapes
-from tost_lm.parallel import zero
 from tost_lm.parallel.agreement import all_gather_object, communication_device, error_of_all_ranks
 from tost_lm.parallel.apply import ShardedInference, parallelize
 from tost_lm.parallel.mesh import Axis, Mesh, broadcast
 from tost_lm.parallel.rank_weights import allocate, local_slice
+from tost_lm.parallel.zero import Engine
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 READ_BYTES = 1 << 24
@@ -94,23 +93,23 @@ def load_on_ranks(checkpoint: Path, mesh: Mesh) -> ShardedInference:
     return ShardedInference(model, model.config, mesh).eval()
 
 
-def restore(engine: Any, folder: Path) -> Progress:
+def restore(engine: Engine, folder: Path) -> Progress:
     """Load a checkpoint's state, tensor by tensor, into a new engine; a collective call. Returns its progress.
 
     Raises:
         DamagedCheckpointError: on all ranks; the engine must not be used.
     """
     progress = Progress.read(folder)
-    zero.create_state(engine, progress.updates)
-    zero.set_state(engine, _read(engine.module, folder, engine.mesh, zero.statistics(engine)))
+    engine.create_state(progress.updates)
+    engine.set_state(_read(engine.module, folder, engine.mesh, engine.statistics()))
     if (folder / RNG).is_file():  # not in a converted checkpoint
         torch.set_rng_state(load_file(regular_file(folder / RNG))[RNG_NAME])
     return progress
 
 
-def load_weights(engine: Any, folder: Path) -> None:
+def load_weights(engine: Engine, folder: Path) -> None:
     """Load the weights of a model folder into a new engine; a collective call. Raises as `restore`."""
-    zero.set_state(engine, _read(engine.module, folder, engine.mesh))
+    engine.set_state(_read(engine.module, folder, engine.mesh))
 
 
 def _read(

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from threading import Thread, main_thread
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -41,9 +41,9 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import CheckpointError
 from tost_lm.files import make_temp_folder
 from tost_lm.model.lm import parameter_shapes
-from tost_lm.parallel import zero
 from tost_lm.parallel.agreement import NoMessageError, ThreadMessages
 from tost_lm.parallel.timeouts import Timeouts
+from tost_lm.parallel.zero import Engine
 
 RESUME = "run the same command to resume from the newest complete checkpoint"
 SLOW_DISK = 200e6  # write rate [bytes/s] until a save has been measured
@@ -68,7 +68,7 @@ class RunFiles(NamedTuple):
 class CheckpointWriter:
     """Writes a run's checkpoints and deletes those that the settings do not keep."""
 
-    def __init__(self, engine: Any, run: RunFiles, settings: CheckpointConfig, timeouts: Timeouts) -> None:
+    def __init__(self, engine: Engine, run: RunFiles, settings: CheckpointConfig, timeouts: Timeouts) -> None:
         """All ranks construct it together."""
         self._run, self._settings, self._timeouts = run, settings, timeouts
         self._messages = ThreadMessages("checkpoint")
@@ -255,12 +255,12 @@ class Snapshot:
     Its memory, about the size of all state divided by the number of ranks, is allocated once and reused.
     """
 
-    def __init__(self, engine: Any, rank: int, ranks: int) -> None:
+    def __init__(self, engine: Engine, rank: int, ranks: int) -> None:
         self._engine, self.config = engine, engine.module.config
         shapes = parameter_shapes(self.config)
         self.weight_bytes = 4 * sum(shape.numel() for shape in shapes.values())
         """Bytes of the weights of all ranks."""
-        statistics = zero.statistics(engine)
+        statistics = engine.statistics()
         self.total_bytes = sum(4 * shape.numel() * (1 + len(statistics[name])) for name, shape in shapes.items())
         """Bytes of the weights and optimizer state of all ranks."""
         self.names_by_writer = assign_writers({name: shape.numel() for name, shape in shapes.items()}, ranks)
@@ -281,8 +281,8 @@ class Snapshot:
         """Copy the current state; all ranks call it."""
         self.rng = torch.get_rng_state()
         for gathered in (
-            zero.full_weights(self._engine, self.weights),
-            zero.full_moments(self._engine, self.statistics),
+            self._engine.full_weights(self.weights),
+            self._engine.full_moments(self.statistics),
         ):
             for _ in gathered:  # tensor by tensor, so that no rank ever holds all of them
                 pass

@@ -64,7 +64,7 @@ class ShardedInference(nn.Module):
     """
 
     def __init__(self, model: nn.Module, config: ModelConfig, mesh: Mesh):
-        """`model` is a parallelized `TostLM`, or an engine of one: at ZeRO stage 3 it gathers the weights."""
+        """`model` is a parallelized `TostLM`, or `as_module` of an engine: at ZeRO stage 3 it gathers the weights."""
         super().__init__()
         self.model, self.config, self.mesh, self.name = model, config, mesh, "the model"
 

@@ -7,7 +7,6 @@ a changed value to all ranks. So each rank sums its own partitions after an upda
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from tost_lm.errors import CorruptionError
 from tost_lm.parallel.agreement import all_gather_object, error_of_all_ranks, name_ranks
-from tost_lm.parallel.zero import own_state
+from tost_lm.parallel.zero import Engine
 
 FIX = "test that machine's memory, and run the same command to resume from the newest checkpoint"
 MAX_NAMED = 3  # tensors in a message
@@ -25,7 +24,7 @@ Sums = Mapping[str, int]
 
 
 class Checksums:
-    """Checks the state of an engine's optimizer; all ranks build it, after `zero.set_state`.
+    """Checks the state of an engine's optimizer; all ranks build it, after `Engine.set_state`.
 
     Any single bit of it that flips between two sums is detected; activations and gradients are not summed. A stage-0
     rank without replica sums its own state as in stages 1 to 3.
@@ -34,9 +33,9 @@ class Checksums:
         interval: steps between comparisons of replicas; 0 turns all checks off, also those of stages 1 to 3.
     """
 
-    def __init__(self, engine: Any, interval: int) -> None:
+    def __init__(self, engine: Engine, interval: int) -> None:
         self._engine, self._interval = engine, interval
-        self._has_replicas = engine.zero_optimization_stage() == 0 and engine.mesh.replicas.size > 1
+        self._has_replicas = engine.has_replicas
         self._expected: Sums = {}
         self._record()
 
@@ -77,7 +76,7 @@ class Checksums:
             self._expected = self._sums()
 
     def _sums(self) -> Sums:
-        names, tensors = zip(*own_state(self._engine), strict=True)
+        names, tensors = zip(*self._engine.own_state(), strict=True)
         return dict(zip(names, torch.stack([bit_sum(x) for x in tensors]).tolist(), strict=True))  # one GPU sync
 
 

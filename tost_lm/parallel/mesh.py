@@ -200,6 +200,11 @@ class Mesh(NamedTuple):
     node: Axis
     """Ranks on the same host."""
 
+    @property
+    def rank(self) -> int:
+        """In the world."""
+        return self.replicas.rank * self.tensor.size + self.tensor.rank
+
 
 def build_mesh(world: World, parallel: ParallelConfig) -> Mesh:
     """The axes of this rank; the process group must be initialized.

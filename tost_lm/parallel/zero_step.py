@@ -69,13 +69,13 @@ class SkippableStep:
         return self._update(*arguments, **options) if self._allowed else None
 
 
-def clip_and_record_norm(engine: Any) -> None:
+def clip_and_record_norm(engine: Any, mesh: Mesh) -> None:
     """For stage 0 in float32, where DeepSpeed clips by a norm that float32 adds up, and does not record it."""
     parameters = [p for p in engine.module.parameters() if p.grad is not None]
-    squares = _sum_of_squares(_counted_once(((p, p.grad) for p in parameters), engine.mesh))
+    squares = _sum_of_squares(_counted_once(((p, p.grad) for p in parameters), mesh))
     # Gradients of data and sequence ranks are equal. Their mean is also equal if their processors differ.
-    replicas = engine.mesh.replicas
-    norm = (all_reduce(all_reduce(squares, engine.mesh.tensor), replicas) / replicas.size).sqrt()
+    replicas = mesh.replicas
+    norm = (all_reduce(all_reduce(squares, mesh.tensor), replicas) / replicas.size).sqrt()
     engine.optimizer._global_grad_norm = float(norm)
     nn.utils.clip_grads_with_norm_(parameters, engine.gradient_clipping(), norm.float())
 
@@ -83,8 +83,8 @@ def clip_and_record_norm(engine: Any) -> None:
 class ShortStep:
     """Sums, norm, clipping and update of bfloat16 at stage 1 (DeepSpeed's BF16_Optimizer), in place of its methods."""
 
-    def __init__(self, engine: Any) -> None:
-        self._optimizer, self._mesh, self._clip = engine.optimizer, engine.mesh, engine.gradient_clipping()
+    def __init__(self, engine: Any, mesh: Mesh) -> None:
+        self._optimizer, self._mesh, self._clip = engine.optimizer, mesh, engine.gradient_clipping()
         groups = zip(self._optimizer.bf16_groups, self._optimizer.fp32_groups_gradients, strict=True)
         self._groups = [list(zip(*group, strict=True)) for group in groups]  # pairs of a parameter and its sum
         self._optimizer.update_hp_grads, self._optimizer.step = self.add_gradients, self.step

@@ -19,7 +19,7 @@ from tost_lm.model.transforms import apply_activation_checkpointing, compile_blo
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.parallel.apply import checkpoint_context, parallelize
 from tost_lm.parallel.mesh import Mesh
-from tost_lm.parallel.zero import allocate_for_engine, build_engine
+from tost_lm.parallel.zero import Engine, allocate_for_engine, build_engine
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.stage_run import StageRun
 from tost_lm.pretrain.tiled import TiledLM
@@ -32,9 +32,10 @@ def prepare_process(config: PretrainConfig, device: torch.device) -> None:
         use_deterministic_kernels(config.model, device)
 
 
-def warn_of_slow_layers(engine: Any, warn: Callable[[str], None]) -> None:
+def warn_of_slow_layers(engine: Engine, warn: Callable[[str], None]) -> None:
     """Warn of layers without their kernels."""
-    for reason in dict.fromkeys(block.mixer.missing_kernels() for block in engine.module.blocks):
+    blocks: Any = engine.module.blocks
+    for reason in dict.fromkeys(block.mixer.missing_kernels() for block in blocks):
         if reason:
             warn(f"warning: layers of this model are slow here: {reason}")
 
@@ -65,8 +66,8 @@ def use_deterministic_kernels(model: ModelConfig, device: torch.device) -> None:
     deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
-    """The model, sharded over ranks, with an optimizer and DeepSpeed. Its weights have no values (`zero.set_state`)."""
+def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Engine:
+    """The model, sharded over ranks, with an optimizer. Its weights have no values (`Engine.set_state`)."""
     torch.manual_seed(config.train.seed)
     bfloat16 = config.train.dtype == "bfloat16"
     with torch.device("meta"):
@@ -94,7 +95,7 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Any:
 
 
 def build_writer(
-    engine: Any,
+    engine: Engine,
     start: StageRun,
     check_folder: Callable[[], None],
     first_step: int = 0,

@@ -31,7 +31,7 @@ from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, TostError
 from tost_lm.files import sha256_file
 from tost_lm.parallel.agreement import error_of_all_ranks, require_agreement, settings_as_facts, versions_as_facts
-from tost_lm.parallel.zero import draw_weights
+from tost_lm.parallel.zero import Engine
 from tost_lm.pretrain.changes import (
     MAY_CHANGE,
     appended,
@@ -271,8 +271,8 @@ def require_same_start(start: StageRun, of_evaluation: Mapping[str, str]) -> Non
 
 
 def start_engine(
-    build: Callable[[], Any], start: StageRun, warn: Callable[[str], None] = print
-) -> tuple[Any, Progress, StageRun]:
+    build: Callable[[], Engine], start: StageRun, warn: Callable[[str], None] = print
+) -> tuple[Engine, Progress, StageRun]:
     """A new engine with the state of `start`, or if its checkpoint is damaged, of the newest valid one.
 
     All ranks call it together. The engine of `build` has no values yet.
@@ -314,7 +314,7 @@ def _move_aside(damaged: Iterable[Path], start: StageRun, warn: Callable[[str], 
         warn(f"renamed {folder} to {aside.name}: the newest valid checkpoint is in stage {start.stage.name}")
 
 
-def _set_state(engine: Any, start: StageRun) -> Progress:
+def _set_state(engine: Engine, start: StageRun) -> Progress:
     initial = start.initial_weights
     if start.resume_from:
         progress = restore(engine, start.resume_from)
@@ -326,5 +326,5 @@ def _set_state(engine: Any, start: StageRun) -> Progress:
     if initial:
         load_weights(engine, initial.folder)
     else:
-        draw_weights(engine)
+        engine.draw_weights()
     return Progress(0, 0, tokenizer_sha256=start.corpora.tokenizer().sha256, stages=start.records)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from tost_lm.data.prefetch import MicroBatch
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.layout import to_device
 from tost_lm.parallel.graceful_stop import StopOfRanks
-from tost_lm.parallel.mesh import Mesh, all_reduce
+from tost_lm.parallel.mesh import all_reduce
+from tost_lm.parallel.zero import Engine
 from tost_lm.pretrain.tiled import Tiling
 
 
@@ -34,7 +35,7 @@ class Outcome(NamedTuple):
 
 
 def train_step(
-    engine: Any,
+    engine: Engine,
     micro_batches: Sequence[MicroBatch],
     tiling: Tiling,
     lr: float,
@@ -53,16 +54,14 @@ def train_step(
     Raises:
         StopRequestedError: the step was abandoned.
     """
-    mesh: Mesh = engine.mesh
+    mesh = engine.mesh
     labels_here = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in micro_batches]).sum()
     label_count = all_reduce(labels_here, mesh.replicas) / (mesh.replicas.size * len(micro_batches))
-    for group in engine.optimizer.param_groups:
-        group["lr"] = lr
     found: list[Mapping[str, Tensor]] = []
     end_check: Callable[[], None] = lambda: None
     for batch in micro_batches:
         if found:
-            engine.step()  # does nothing before the last micro-batch
+            engine.end_micro_batch()
         output = engine(
             batch.tokens,
             labels=batch.labels,
@@ -70,6 +69,7 @@ def train_step(
             label_count=label_count,
             tiling=tiling,
         )
+        assert output.loss is not None
         engine.backward(output.loss)
         found.append(output.scalars)
         end_check()
@@ -90,7 +90,7 @@ def train_step(
         return {name: total / ranks for name, total in zip(found[0], results(), strict=False)}
 
     # A device computes scalars and norm before the host waits for either.
-    grad_norm = engine.skippable_step(lambda norm: not reason_to_skip(scalars()["loss"], norm))
+    grad_norm = engine.update(lr, lambda norm: not reason_to_skip(scalars()["loss"], norm))
     unusable = "" if math.isfinite(grad_norm) else f"gradient norm is {grad_norm}"
     reason = stop.reason_of(results()[len(found[0]) :]) if stop else ""
     return Outcome(scalars(), grad_norm, reason_to_skip(scalars()["loss"], grad_norm) or unusable, reason)

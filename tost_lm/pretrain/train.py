@@ -153,7 +153,7 @@ class Trainer:
             self.metrics.validation({"step": step, **row})
             self.progress = self.progress.after_validation(row["loss"])
         if (evaluation := self.evaluation) and due(config.evaluation.interval):
-            for row in self.measured(lambda beat: evaluation.measure(self.engine, self.mesh, beat)):
+            for row in self.measured(lambda beat: evaluation.measure(self.engine, beat)):
                 self.metrics.evaluation({"step": step, **row})
         self.writer.poll()
         if step % config.checkpoint.interval == 0 or self.is_over:

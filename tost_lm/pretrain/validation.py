@@ -16,6 +16,7 @@ from tost_lm.data.prefetch import MicroBatch, micro_batches
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.positions import position_ends
 from tost_lm.parallel.mesh import Mesh, all_reduce
+from tost_lm.parallel.zero import Engine
 from tost_lm.pretrain.batches import build_batches
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.tiled import Tiling
@@ -46,7 +47,7 @@ class Validation:
             )
 
     def measure(
-        self, engine: Any, beat: Callable[[], None] = lambda: None, log: Callable[[str], None] = print
+        self, engine: Engine, beat: Callable[[], None] = lambda: None, log: Callable[[str], None] = print
     ) -> dict[str, Any]:
         """Nats per token, in total, by position in the document and, of a mixture, by its corpora: the same on all
         ranks, which all call it.
@@ -65,7 +66,7 @@ class Validation:
         nats_CP = torch.zeros(corpora * ranges, dtype=torch.float64, device=self._mesh.device)
         count_CP = torch.zeros_like(nats_CP)
         started = logged = time.monotonic()
-        engine.eval()
+        engine.set_training(False)
         with torch.no_grad():
             for done, batch in enumerate(batches, start=1):
                 nats_BT, position_BT, sample_BT = self._losses(engine, batch)
@@ -81,7 +82,7 @@ class Validation:
                     left = timedelta(seconds=round((now - started) / done * (len(batches) - done)))
                     log(f"validation: {done} of {len(batches)} micro-batches, ETA {left}")
                 beat()
-        engine.train()
+        engine.set_training(True)
         totals = all_reduce(torch.stack([nats_CP, count_CP]), self._mesh.replicas).cpu().view(2, corpora, ranges)
         (nats_P, count_P), (nats_C, count_C) = totals.sum(1), totals.sum(2)
         names = map(str, self._batches.folders)
@@ -94,12 +95,13 @@ class Validation:
             "tokens": int(count_P.sum()),
         }
 
-    def _losses(self, engine: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def _losses(self, engine: Engine, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Nats [B, T] of this rank's tokens, their positions in their documents and their samples among those of the
         micro-batch, each [B, T], [B, 1] or [1, T]."""
         nats_BT = engine(
             batch.tokens, labels=batch.labels, cu_seqlens=batch.cu_seqlens, label_count=1.0, tiling=self._tiling
         ).nats
+        assert nats_BT is not None
         column_T, device = torch.cat([torch.arange(*tile.columns) for tile in self._tiling.tiles]), self._mesh.device
         if batch.cu_seqlens is None:
             return nats_BT, column_T[None].to(device), torch.arange(len(nats_BT), device=device)[:, None]

@@ -19,7 +19,7 @@ from tost_lm.tasks.task import Inputs, Measure, Measurement, Row, Task
 
 if TYPE_CHECKING:
     from tost_lm.inference.generation import ModelFacts
-    from tost_lm.parallel.mesh import Mesh
+    from tost_lm.parallel.zero import Engine
 
 
 class AllCopies(Ranks):
@@ -83,7 +83,7 @@ class TasksInTraining:
         """Facts that all ranks must agree on."""
         return {f"data of {own.task.name}": own.data_sha256 for own in self.tasks}
 
-    def measure(self, engine: Any, mesh: "Mesh", beat: Callable[[], None]) -> list[Row]:
+    def measure(self, engine: "Engine", beat: Callable[[], None]) -> list[Row]:
         """The totals of each task, those of its results.json for a test set, and the name of its headline.
 
         All ranks call it and get the same results.
@@ -92,16 +92,16 @@ class TasksInTraining:
             engine: of the model in training, at any ZeRO stage.
             beat: called before each task and each batch, equally often by all ranks.
         """
-        model, rows = ShardedInference(engine, engine.module.config, mesh), []
-        engine.eval()
+        model, rows = ShardedInference(engine.as_module, engine.module.config, engine.mesh), []
+        engine.set_training(False)
         for own in self.tasks:
             beat()
             kind = Ranks if own.task.shares_copies else AllCopies
             with redirect_stdout(io.StringIO()):
-                results = own.measure(model, kind(engine.global_rank, mesh, beat), None)
+                results = own.measure(model, kind(engine.mesh.rank, engine.mesh, beat), None)
             names = {"protocol": own.task.name, "headline": own.task.headline, "data_sha256": own.data_sha256}
             rows.append(names | own.task.totals_of(results))
-        engine.train()
+        engine.set_training(True)
         return rows
 
 
