@@ -1,4 +1,4 @@
-"""The command line of lm-evaluation-harness on a checkpoint, and its errors."""
+"""The command line of lm-evaluation-harness on a checkpoint, and an error."""
 
 import json
 import subprocess
@@ -73,28 +73,12 @@ def test_the_harness_has_our_scores(place: Path):
     assert len(set(answers["texts"])) > 6
 
 
-@pytest.mark.parametrize(
-    ("program", "words", "problem"),
-    [
-        pytest.param(
-            PROGRAM, ["--model_args", "pretrained=nowhere"], "nowhere: no such folder", marks=pytest.mark.slow
-        ),
-        (QUICK, ["--batch_size", "2"], "pretrained is missing"),
-        pytest.param(
-            QUICK,
-            ["--model_args", "pretrained=export,max_length=65"],
-            "not an integer from 1 to the model's positions (64)",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_errors_are_one_line(place: Path, program: str, words: list[str], problem: str):
-    code, _, err = Forked(program, "run", "--model", "tost_lm", "--tasks", "texts.yaml", *words, cwd=place).finish()
+def test_an_error_is_one_line(place: Path):
+    code, _, err = Forked(QUICK, "run", "--model", "tost_lm", "--tasks", "texts.yaml", cwd=place).finish()
     assert code == 2, err
     assert "Traceback" not in err
     last = err.splitlines()[-1]
-    assert last.startswith("error: ")
-    assert problem in last
+    assert last.startswith("error: --model_args of tost_lm: pretrained is missing; give pretrained=RUN")
 
 
 def test_help_works_and_a_missing_harness_is_named(tmp_path: Path):
