@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import refusal, run, snapshot
+from programs import refusal, run, snapshot, weights
 
+from tost_lm.files import read_rows
 from tost_lm.markdown import format_result
 from tost_lm.testing import FLOAT32_REORDERED
 
@@ -27,8 +28,7 @@ def words(workplace: Path) -> list[str]:
 
 
 def rows(workplace: Path, name: str = "tiny") -> list[dict[str, Any]]:
-    lines = (workplace / f"runs/{name}/evaluations.jsonl").read_text().split("\n")
-    return [json.loads(line) for line in lines if line]
+    return read_rows(workplace / f"runs/{name}/evaluations.jsonl")
 
 
 def measured_afterwards(workplace: Path, name: str = "tiny") -> list[dict[str, Any]]:
@@ -52,11 +52,6 @@ def assert_as_afterwards(workplace: Path, name: str = "tiny") -> None:
         for key, figure in results["model"].items():
             assert row.pop(key) == pytest.approx(figure, rel=1e-4 if key in errors else FLOAT32_REORDERED), key
         assert row == {}
-
-
-def weights(workplace: Path, name: str) -> dict[str, bytes]:
-    folder = workplace / "runs" / name / "checkpoints/step_00000008"
-    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
 @pytest.mark.quick
