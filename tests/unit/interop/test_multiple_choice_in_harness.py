@@ -17,7 +17,9 @@ from tost_lm.inference.ranks import Ranks
 from tost_lm.tasks.data_sets import DATA_SETS
 from tost_lm.tasks.scored import rows_of
 
-WORDS = ["the", "lines", "Page", "say", "little.", "They", "do?", "of", "this", "short", "No.", "é", "文", "it's", "(so)"]
+WORDS = [
+    "the", "lines", "Page", "say", "little.", "They", "do?", "of", "this", "short", "No.", "é", "文", "it's", "(so)",
+]  # fmt: skip
 FILES = {
     "hellaswag": "hellaswag/hellaswag.yaml",
     "arc_easy": "arc/arc_easy.yaml",
