@@ -100,7 +100,7 @@ def test_two_ranks_measure_the_same_as_one_process(copy: Path):
     assert run("tost eval", "runs/tiny", *words, cwd=copy).count("wrote ") == 1
 
 
-def test_needles_resume_from_its_cells_and_copies_of_the_model_share_them(copy: Path):
+def test_needles_resume_from_their_cells_and_copies_of_the_model_share_cells_and_sequences(copy: Path):
     home = copy / "runs/tiny" / NEEDLE
     cells = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
     alone = results(home, ".")["cells"]
@@ -109,7 +109,12 @@ def test_needles_resume_from_its_cells_and_copies_of_the_model_share_them(copy: 
     kept = min(cells)
     for name in set(cells) - {kept}:
         (home / "cells" / name).unlink()
-    output = run("tost eval", "runs/tiny", *NEEDLES, cwd=copy, ranks=2)
+    sequences = ["positions.times=1", "positions.sequences=3"]
+    assert "reading 3 sequences of 64 tokens\n" in run("tost eval", "runs/tiny", "positions", *sequences, cwd=copy)
+    by_position = results(copy / "runs/tiny", "eval/positions")["by_position"]
+    (copy / "runs/tiny/eval/positions/results.json").unlink()
+    output = run("tost eval", "runs/tiny", "positions", *NEEDLES, *sequences, cwd=copy, ranks=2)
+    assert results(copy / "runs/tiny", "eval/positions")["by_position"] == by_position
     assert f"needle@words: reusing 1 of {len(cells)} cells" in output
     assert output.count("| needle@words | ") == len({cell["length"] for cell in alone})
     assert "warning: with 4 examples of a length, the standard error of an accuracy is up to 25%; raise need" in output

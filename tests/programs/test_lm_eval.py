@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from forked import ENVIRONMENT, Forked
-from programs import run
+from programs import results, run
 
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import validate
@@ -60,16 +60,16 @@ def test_the_harness_has_our_scores(place: Path):
     words = ["--model", "tost_lm", "--model_args", "pretrained=export", "--tasks", "words.yaml", "texts.yaml"]
     printed = run(QUICK, *words, "--log_samples", "--output_path", "out", cwd=place)
     assert printed.count("tost_lm ({'pretrained': 'export'})") == 1
-    [results] = (json.loads(path.read_text()) for path in (place / "out").rglob("results_*.json"))
+    [written] = (json.loads(path.read_text()) for path in (place / "out").rglob("results_*.json"))
     answers = {}
     for task in ("words", "texts"):
         [samples] = (place / "out").rglob(f"samples_{task}_*.jsonl")
         answers[task] = [json.loads(line)["resps"][0][0] for line in samples.read_text().split("\n")[:-1]]
     run("tost eval", "export", LAMBADA, "sets.lambada_openai=documents.jsonl", cwd=place)
-    native = json.loads((place / f"export/eval/{LAMBADA}/results.json").read_text())
+    native = results(place / "export", LAMBADA)
     nats = [-float(total) for total, _ in answers["words"]]
     assert np.mean(nats) == pytest.approx(native["model"]["nats_per_word"], rel=FLOAT32_REORDERED)
-    assert results["config"]["checkpoint_sha256"] == native["identity"]["checkpoint_sha256"]
+    assert written["config"]["checkpoint_sha256"] == native["identity"]["checkpoint_sha256"]
     assert len(set(answers["texts"])) > 6
 
 
