@@ -1,6 +1,5 @@
 """`tost convert` as a user runs it: the released code's checkpoints, GPT-2, and refused sources."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hf_tokenizers import byte_level, made
-from programs import refusal, run, snapshot
+from programs import curve, refusal, run, snapshot
 from released_code import to_released
 from shared_data import GPT2_BPE, needs_shared
 
@@ -122,10 +121,6 @@ def test_the_mean_of_checkpoints_of_a_run(workplace: Path):
 
 
 def test_a_run_continues_through_a_ckpt_as_if_it_had_never_stopped(workplace: Path):
-    def rows(name: str) -> list[tuple[int, float, float]]:
-        lines = (workplace / f"runs/{name}/metrics.jsonl").read_text().splitlines()
-        return [(row["step"], row["loss"], row["lr"]) for row in map(json.loads, lines)]
-
     schedule = ["run.toml", "train.steps=8", "model.layer_scale=1e-5"]
     run("tost train", *schedule, "checkpoint.interval=4", cwd=workplace)
     step = workplace / "runs/tiny/checkpoints/step_00000004"
@@ -145,7 +140,7 @@ def test_a_run_continues_through_a_ckpt_as_if_it_had_never_stopped(workplace: Pa
     printed = run("tost train", *continued, "run.stop_at_step=6", cwd=workplace)
     assert "branching from theirs, data continued" in printed
     run("tost train", *continued, cwd=workplace)
-    assert rows("continued") == rows("tiny")[4:]
+    assert curve(workplace, "continued") == curve(workplace)[4:]
 
     new = [*schedule, "run.name=new"]
     printed = refusal("tost train", *new, "train.branch_from=theirs", "train.steps=4", cwd=workplace)

@@ -242,7 +242,6 @@ def test_an_export_has_its_own_results(copy: Path):
         ("tost eval", ["runs/tiny", "heldout", "heldout.shards=runs"], "runs: not a shard folder"),
         ("tost eval", ["runs/tiny", "needle", "needle.lengths=[128]"], "128 exceeds the model's positions (64)"),
         ("tost eval", ["runs/tiny", "needle", "needle.depths=[2]"], "depths: input should be less than or equal to 1"),
-        ("tost generate", ["runs/tiny", "sample.tokens=300"], "shorten sample.prompt or lower sample.tokens"),
         ("tost generate", ["runs/tiny", "a", "sample.prompt_file=b"], "give one of them"),
         ("tost generate", ["runs/tiny", "a", "sample.top_k=5"], "set it above 0, or leave them out"),
         ("tost report", ["runs/tiny", "report.folder=x"], "report.folder needs several runs: runs/tiny;"),

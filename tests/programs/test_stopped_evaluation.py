@@ -24,16 +24,6 @@ TASKS = {
     "positions": (["positions.times=4000", "positions.sequences=4"], "reading"),
     "needle": (NEEDLE, "needle@words: length"),
 }
-DATA = """
-[corpus]
-source = "long.jsonl"
-valid_fraction = 0.5
-[tokenizer]
-path = "out/tokenizer.model"
-vocab_size = 384
-[shards]
-folder = "out/shards"
-"""
 SIGTERM_IN_DELETION = """
 import os, signal, time
 from tost_lm.parallel.graceful_stop import terminable
@@ -55,9 +45,8 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs/tiny, a model without a maximum length, and texts that take it much longer than a second."""
     folder = tmp_path_factory.mktemp("trained")
     write_corpus(folder / "long.jsonl", documents=20, words=20_000)
-    (folder / "data.toml").write_text(DATA)
-    run("tost prepare tokenizer", "data.toml", cwd=folder)
-    run("tost prepare shards", "data.toml", cwd=folder)
+    for program in ("tost prepare tokenizer", "tost prepare shards"):
+        run(program, prepared / "data.toml", "corpus.source=long.jsonl", "corpus.valid_fraction=0.5", cwd=folder)
     words = ["model.positions=none", "model.tssa.denom_bias=head", "train.steps=2"]
     run("tost train", prepared / "run.toml", *words, cwd=folder)
     return folder
