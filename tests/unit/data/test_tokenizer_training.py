@@ -163,12 +163,6 @@ def test_a_lossy_tokenizer_is_refused():
         train_tokenizer.check_lossless(Lossy(model), texts)
 
 
-def test_training_is_repeatable():
-    first = train_sentencepiece(TEXTS, 400)
-    assert train_sentencepiece(iter(TEXTS), 400) == first
-    assert train_sentencepiece(TEXTS, 401) != first
-
-
 def test_the_largest_vocabulary_of_the_message_can_be_trained():
     with pytest.raises(DataError, match=r"vocab_size 50000: too large .* at most \d+ or add text") as caught:
         train_sentencepiece(TEXTS, 50_000)
