@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked import ENVIRONMENT, Forked, as_rank, free_port, module_of
@@ -124,6 +125,11 @@ def curve(folder: Path, name: str = "tiny") -> list[tuple[float, ...]]:
     """Step, loss, gradient norm, learning rate and tokens of each step of a run."""
     rows = read_rows(folder / "runs" / name / "metrics.jsonl")
     return [(row["step"], row["loss"], row["grad_norm"], row["lr"], row["tokens"]) for row in rows]
+
+
+def results(home: Path, task: str) -> dict[str, Any]:
+    """The stored results of a task, in the folder of a run or a model."""
+    return json.loads((home / "eval" / task / "results.json").read_text())
 
 
 def losses(folder: Path, name: str) -> list[float]:

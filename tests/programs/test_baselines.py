@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import run
+from programs import results, run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from tost_lm.data.shards import Shards
+from tost_lm.files import read_rows
 from tost_lm.inference.hugging_face import find_evaluated
 from tost_lm.testing import FLOAT32_REORDERED
 
@@ -38,15 +39,14 @@ def folder(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_baseline_has_the_same_results_on_two_ranks_and_is_compared_with_a_run(folder: Path):
-    folder_of_task = f"eval/{LAMBADA}"
     run("tost eval", "gpt2", LAMBADA, "sets.lambada_openai=lambada.jsonl", cwd=folder)
-    alone = json.loads((folder / "gpt2" / folder_of_task / "results.json").read_text())
+    alone = results(folder / "gpt2", LAMBADA)
     assert (alone["window_tokens"], alone["model"]["examples"], alone["published_file"]) == (64, 3, False)
-    rows = (folder / "gpt2" / folder_of_task / "rows.jsonl").read_text().splitlines()
-    assert [json.loads(row)["tokens"] for row in rows] == [len(" word"), len(" words"), len(" words")]
-    shutil.rmtree(folder / "gpt2" / folder_of_task)
+    rows = read_rows(folder / "gpt2/eval" / LAMBADA / "rows.jsonl")
+    assert [row["tokens"] for row in rows] == [len(" word"), len(" words"), len(" words")]
+    shutil.rmtree(folder / "gpt2/eval" / LAMBADA)
     run("tost eval", "gpt2", LAMBADA, "sets.lambada_openai=lambada.jsonl", cwd=folder, ranks=2)
-    together = json.loads((folder / "gpt2" / folder_of_task / "results.json").read_text())
+    together = results(folder / "gpt2", LAMBADA)
     assert together["model"] == pytest.approx(alone["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED)
     assert together["identity"] == alone["identity"]
 
@@ -80,10 +80,7 @@ def test_a_folder_of_the_library_is_read_by_every_task_and_generates(folder: Pat
     (folder / "valid.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in shards.texts("valid")))
     given = ["heldout.shards=out/shards", "documents.valid.file=valid.jsonl"]
     run("tost eval", "gpt2", "heldout", "valid", "positions", *given, cwd=folder)
-    heldout, valid = (
-        json.loads((folder / f"gpt2/eval/{name}/results.json").read_text())["model"]
-        for name in ("heldout@bpb", "valid@documents")
-    )
+    heldout, valid = (results(folder / "gpt2", name)["model"] for name in ("heldout@bpb", "valid@documents"))
     assert heldout["bytes"] == shards.manifest["splits"]["valid"]["bytes"] == valid["bytes"]
     assert heldout["nats"] == pytest.approx(valid["nats"], rel=FLOAT32_REORDERED)
 

@@ -1,10 +1,9 @@
 """Every program evaluates and describes a model at the length that it was trained on, without any setting."""
 
-import json
 from pathlib import Path
 
 import pytest
-from programs import refusal, run
+from programs import refusal, results, run
 
 import tost_lm
 from tost_lm.ops.rotary import Rotary
@@ -26,30 +25,26 @@ def longer(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def results(folder: Path, protocol: str) -> dict:
-    return json.loads((folder / f"runs/longer/eval/{protocol}/results.json").read_text())
-
-
 def test_held_out_text_is_scored_in_windows_of_it(longer: Path):
     run("tost eval", "runs/longer", "heldout", cwd=longer)
-    whole = results(longer, "heldout@bpb")
+    whole = results(longer / "runs/longer", "heldout@bpb")
     assert whole["window_tokens"] == TRAINED
     run("tost eval", "runs/longer", "heldout", "zero_shot.window_tokens=8", cwd=longer)
-    short = results(longer, "heldout@bpb")
+    short = results(longer / "runs/longer", "heldout@bpb")
     assert short["window_tokens"] == 8
     assert short["model"]["nats"] != whole["model"]["nats"]
 
 
 def test_retrieval_and_context_tasks_have_it(longer: Path):
     run("tost eval", "runs/longer", "needle", "needle.samples=1", "needle.depths=[0.5]", cwd=longer)
-    assert max(cell["length"] for cell in results(longer, "needle@words")["cells"]) == TRAINED
+    assert max(cell["length"] for cell in results(longer / "runs/longer", "needle@words")["cells"]) == TRAINED
     run("tost eval", "runs/longer", "context_gain@text", "context.samples=1", cwd=longer)
-    assert max(cell["length"] for cell in results(longer, "context_gain@text")["cells"]) == TRAINED
+    assert max(cell["length"] for cell in results(longer / "runs/longer", "context_gain@text")["cells"]) == TRAINED
 
 
 def test_the_loss_by_position_goes_beyond_it(longer: Path):
     run("tost eval", "runs/longer", "positions", cwd=longer)
-    found = results(longer, "positions")
+    found = results(longer / "runs/longer", "positions")
     assert found["trained_tokens"] == TRAINED
     assert found["by_position"][-1]["end"] == 16 * TRAINED
     assert [row["end"] for row in found["by_position"] if row["trained"]][-1] == TRAINED

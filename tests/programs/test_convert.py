@@ -1,14 +1,13 @@
 """`tost convert` as a user runs it: the released code's checkpoints, GPT-2, and refused sources."""
 
-import json
-import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hf_tokenizers import byte_level, made
-from programs import refusal, run, snapshot
+from programs import curve, refusal, run, snapshot
 from released_code import to_released
 from shared_data import GPT2_BPE, needs_shared
 
@@ -33,19 +32,16 @@ def make_model(**settings: Any) -> TostLM:
     return model.eval()
 
 
-def write_theirs(path: Path, model: TostLM) -> None:
-    theirs = to_released(model, iterations=600000)
-    adamw = theirs["optimizer"]
-    counts = [len(group["params"]) for group in adamw["param_groups"]]
-    parameters = [weight for name, weight in theirs["model"].items() if name != "lm_head.weight"]
-    decayed = [p for p in parameters if p.dim() == 2 and p.shape[1] > 1]
-    others = [p for p in parameters if not any(p is one for one in decayed)]
-    assert counts == [len(decayed), len(others)]
-    adamw["state"] = {
-        n: {"step": torch.tensor(599_990.0), "exp_avg": p + 1, "exp_avg_sq": p + 2}
-        for n, p in enumerate([*decayed, *others])
-    }
-    torch.save(theirs, path)
+def after_updates(model: TostLM, iterations: int, updates: int, moments: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """A checkpoint of the released code with this state of its AdamW, by our labels."""
+    theirs = to_released(model, iterations)
+    no_decay, extra_dim = (".gamma", ".temp", ".denom_bias", "norm.weight"), (".temp", ".denom_bias")
+    for n, name in enumerate(sorted(model.state_dict(), key=lambda name: name.endswith(no_decay))):
+        theirs["optimizer"]["state"][n] = {"step": torch.tensor(float(updates))}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            value = moments[f"{moment}/{name}"]
+            theirs["optimizer"]["state"][n][moment] = value[..., None] if name.endswith(extra_dim) else value
+    return theirs
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -56,7 +52,12 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 @needs_shared
 def test_a_ckpt_becomes_a_model_folder(tmp_path: Path):
     model = make_model(vocab_size=50304)
-    write_theirs(tmp_path / "ckpt.pt", model)
+    moments = {
+        f"{moment}/{name}": weight + number
+        for number, moment in enumerate(("exp_avg", "exp_avg_sq"), start=1)
+        for name, weight in model.state_dict().items()
+    }
+    torch.save(after_updates(model, 600000, 599990, moments), tmp_path / "ckpt.pt")
     words = ["ckpt.pt", "convert.folder=models/tost", f"convert.tokenizer={GPT2_BPE}"]
     assert torch.equal(logits(tost_lm.load(tmp_path / "ckpt.pt")), logits(model))
     read, written = run(PROGRAM, *words, cwd=tmp_path).splitlines()
@@ -73,11 +74,9 @@ def test_a_ckpt_becomes_a_model_folder(tmp_path: Path):
     assert f"| SHA-256 of ckpt.pt | {sha256_file(tmp_path / 'ckpt.pt')} |\n| iterations there | 600,000 |" in card
     progress = Progress.read(tmp_path / "models/tost")
     assert (progress.step, progress.updates) == (600000, 599990)
-    moments, weights = StoredTensors(tmp_path / "models/tost", "optimizer"), model.state_dict()
-    assert len(moments) == 2 * len(weights)
-    for name, weight in weights.items():
-        assert torch.equal(moments[f"exp_avg/{name}"], weight + 1)
-        assert torch.equal(moments[f"exp_avg_sq/{name}"], weight + 2)
+    stored = StoredTensors(tmp_path / "models/tost", "optimizer")
+    assert stored.keys() == moments.keys()
+    assert all(torch.equal(stored[label], moment) for label, moment in moments.items())
     run("tost generate", "models/tost", "Hello world", "sample.tokens=5", cwd=tmp_path)
 
     before = snapshot(tmp_path / "models")
@@ -122,30 +121,19 @@ def test_the_mean_of_checkpoints_of_a_run(workplace: Path):
 
 
 def test_a_run_continues_through_a_ckpt_as_if_it_had_never_stopped(workplace: Path):
-    def rows(name: str) -> list[tuple[int, float, float]]:
-        lines = (workplace / f"runs/{name}/metrics.jsonl").read_text().splitlines()
-        return [(row["step"], row["loss"], row["lr"]) for row in map(json.loads, lines)]
-
     schedule = ["run.toml", "train.steps=8", "model.layer_scale=1e-5"]
     run("tost train", *schedule, "checkpoint.interval=4", cwd=workplace)
     step = workplace / "runs/tiny/checkpoints/step_00000004"
     model, moments = tost_lm.load(step), StoredTensors(step, "optimizer")
-    theirs = to_released(model, iterations=4)
-    torch.save(theirs, workplace / "new.pt")
-    no_decay, extra_dim = (".gamma", ".temp", ".denom_bias", "norm.weight"), (".temp", ".denom_bias")
-    for n, name in enumerate(sorted(model.state_dict(), key=lambda name: name.endswith(no_decay))):
-        theirs["optimizer"]["state"][n] = {"step": torch.tensor(4.0)}
-        for moment in ("exp_avg", "exp_avg_sq"):
-            value = moments[f"{moment}/{name}"]
-            theirs["optimizer"]["state"][n][moment] = value[..., None] if name.endswith(extra_dim) else value
-    torch.save(theirs, workplace / "ckpt.pt")
+    torch.save(to_released(model, iterations=4), workplace / "new.pt")
+    torch.save(after_updates(model, 4, 4, moments), workplace / "ckpt.pt")
     run(PROGRAM, "ckpt.pt", "convert.folder=theirs", f"convert.tokenizer={step}", cwd=workplace)
 
     continued = [*schedule, "run.name=continued", "train.branch_from=theirs"]
     printed = run("tost train", *continued, "run.stop_at_step=6", cwd=workplace)
     assert "branching from theirs, data continued" in printed
     run("tost train", *continued, cwd=workplace)
-    assert rows("continued") == rows("tiny")[4:]
+    assert curve(workplace, "continued") == curve(workplace)[4:]
 
     new = [*schedule, "run.name=new"]
     printed = refusal("tost train", *new, "train.branch_from=theirs", "train.steps=4", cwd=workplace)
@@ -158,15 +146,8 @@ def test_a_run_continues_through_a_ckpt_as_if_it_had_never_stopped(workplace: Pa
     assert printed.startswith("train.branch_from weights: has no optimizer state; set train.initial_weights instead")
 
 
-class Payload:
-    def __reduce__(self) -> tuple:
-        return os.mkdir, ("was_run",)
-
-
 def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
-    theirs = to_released(model := make_model(vocab_size=400), 0)
-    torch.save(theirs, tmp_path / "small.pt")
-    torch.save({**theirs, "config": Payload()}, tmp_path / "hostile.pt")
+    torch.save(to_released(model := make_model(vocab_size=400), 0), tmp_path / "small.pt")
     (tmp_path / "text.pt").write_text("no checkpoint")
     write_checkpoint(tmp_path / "ours", model.config, model.state_dict(), made(byte_level()))
     (tmp_path / "experts").mkdir()
@@ -176,7 +157,6 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     before = snapshot(tmp_path)
     neither = "not a ckpt.pt and no folder of the Hugging Face library, with config.json; give one of these"
     problems = {
-        "hostile.pt": "refused: it would call posix.mkdir; nothing in it was run",
         "text.pt": "damaged, or not a file of torch.save; copy it again",
         "ours": f"{neither} or, for a model folder, another convert.to",
         "nowhere": neither,
@@ -193,8 +173,6 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     for folder, problem in tokenizers.items():
         words = ["small.pt", "convert.folder=models/new", f"convert.tokenizer={folder}"]
         assert refusal(PROGRAM, *words, cwd=tmp_path).startswith(problem)
-    with pytest.raises(CheckpointError, match=r"hostile\.pt: refused"):
-        tost_lm.load(tmp_path / "hostile.pt")
     with pytest.raises(DataError, match=r"small\.pt: no tokenizer; make a model folder with tost convert"):
         tost_lm.load_tokenizer(tmp_path / "small.pt")
     with pytest.raises(CheckpointError, match="nowhere: no such folder"):
@@ -204,4 +182,3 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     printed = refusal(PROGRAM, "ours", "convert.folder=x", "convert.to=llama", "convert.tokenizer=y", cwd=tmp_path)
     assert printed == "command line: convert.tokenizer y: only for convert.to=ours; leave it out"
     assert snapshot(tmp_path) == before
-    assert not (tmp_path / "was_run").exists()

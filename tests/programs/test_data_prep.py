@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from forked import Forked
-from hf_tokenizers import EOT, byte_level
 from programs import refusal, refusal_here, run, run_here, snapshot, write_corpus
 from shared_data import GPT2_BPE, needs_shared
 
@@ -137,21 +136,6 @@ def test_gpt2_with_nanogpt_split(tmp_path):
     assert len(documents) == 2
     assert [tokens[:2].tolist() for tokens in documents] == [[15496, 995]] * 2
     assert "of 50,257 tokens occur" in run("tost prepare inspect", "shards", cwd=tmp_path)
-
-
-def test_a_tokenizer_json(config, tmp_path):
-    byte_level().save(str(tmp_path / "tokenizer.json"))
-    words = ("corpus.source=corpus.jsonl", "shards.folder=shards", "tokenizer.kind=hf", "tokenizer.path=tokenizer.json")
-    assert "kind hf: nothing to train" in run("tost prepare tokenizer", *words, cwd=tmp_path)
-    refused = refusal("tost prepare shards", *words, cwd=tmp_path)
-    assert refused == (
-        "tokenizer.path tokenizer.json: tokenizer.eot_token is not set; set it to the token that ends a document, one "
-        "of <pad>, <|endoftext|>"
-    )
-    run("tost prepare shards", *words, f"tokenizer.eot_token={EOT}", cwd=tmp_path)
-    assert "of 400 tokens occur" in run("tost prepare inspect", "shards", cwd=tmp_path)
-    again = run("tost prepare shards", *words, f"tokenizer.eot_token={EOT}", cwd=tmp_path)
-    assert again.startswith("reusing shards: ")
 
 
 def test_errors_are_one_line_and_change_no_output(config, tmp_path):

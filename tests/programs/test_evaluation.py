@@ -11,6 +11,7 @@ from programs import refusal, run, snapshot
 import tost_lm
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
+from tost_lm.files import read_rows
 from tost_lm.testing import FLOAT32_REORDERED
 
 HELDOUT, NEEDLE, SAMPLE, TEXT = "eval/heldout@bpb", "eval/needle@words", "eval/sample", "eval/text@bpb"
@@ -49,7 +50,7 @@ def results(folder: Path, protocol: str) -> dict:
 def test_results_add_up_and_files_exist(evaluated: Path):
     home = evaluated / "runs/tiny"
     heldout = results(home, HELDOUT)
-    rows = [json.loads(line) for line in (home / HELDOUT / "rows.jsonl").read_text().splitlines()]
+    rows = read_rows(home / HELDOUT / "rows.jsonl")
     valid = json.loads((evaluated / "out/shards/manifest.json").read_text())["splits"]["valid"]
     assert len(rows) == valid["documents"] == heldout["model"]["documents"]
     assert sum(row["bytes"] for row in rows) == valid["bytes"] == heldout["model"]["bytes"]
@@ -63,69 +64,43 @@ def test_results_add_up_and_files_exist(evaluated: Path):
     assert "| training tokens | 3,072 |" in (home / "report.md").read_text()
 
 
-@pytest.mark.quick
 def test_two_ranks_measure_the_same_as_one_process(copy: Path):
-    home = copy / "runs/tiny"
-    alone = results(home, HELDOUT)
-    rows = (home / HELDOUT / "rows.jsonl").read_text().splitlines()
-    shutil.rmtree(home / HELDOUT)
-    output = run("tost eval", "runs/tiny", "heldout", "parallel.tensor=2", cwd=copy, ranks=2)
-    assert output.count("wrote runs/tiny/eval/heldout@bpb/results.json") == output.count("scoring") == 1
-    together = results(home, HELDOUT)
-    assert f"  perplexity_per_token {together['model']['perplexity_per_token']:.5g}\n" in output
-    assert together["identity"] == alone["identity"]
-    assert together["model"] == pytest.approx(alone["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED)
-    for row, row_alone in zip((home / HELDOUT / "rows.jsonl").read_text().splitlines(), rows, strict=True):
-        assert json.loads(row) == pytest.approx(json.loads(row_alone), rel=FLOAT32_REORDERED)
-    assert "reusing runs/tiny/eval/" in run("tost eval", "runs/tiny", "heldout", cwd=copy)
-
-
-def test_test_sets_have_the_same_results_on_two_ranks(copy: Path):
     texts = ["some words of a text, and a word", "a long text " * 40 + "and words", "it said words"]
     (copy / "lambada.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (copy / "wiki.test.raw").write_text(" \n = Title = \n \n" + " Some words , of a text . \n" * 20)
     solutions = {"goal": "some words", "sol1": "of a text", "sol2": "a long word", "label": 1}
     (copy / "piqa.jsonl").write_text(json.dumps(solutions) + "\n" + json.dumps(solutions | {"label": 0}) + "\n")
     test_sets = ["wikitext2@lm-eval", "wikitext2@hf-stride32", "lambada_openai@lm-eval", "piqa@lm-eval"]
-    words = [
-        *test_sets, "heldout", "sets.wikitext2=wiki.test.raw",
-        "sets.lambada_openai=lambada.jsonl", "sets.piqa=piqa.jsonl",
-    ]  # fmt: skip
+    sets = {"wikitext2": "wiki.test.raw", "lambada_openai": "lambada.jsonl", "piqa": "piqa.jsonl"}
+    words = [*test_sets, "heldout", *(f"sets.{name}={file}" for name, file in sets.items())]
     output = run("tost eval", "runs/tiny", *words, cwd=copy)
     assert output.count("wrote ") == 4
     assert "reusing runs/tiny/eval/heldout@bpb" in output
     for name in test_sets:
         assert re.search(rf"{name}: .*, not the published file \(SHA-256 [0-9a-f]{{64}}\)\n", output)
-    homes = [copy / "runs/tiny" / "eval" / name for name in test_sets]
-    assert [results(home, ".")["published_file"] for home in homes] == [False] * 4
-    alone = [(results(home, "."), (home / "rows.jsonl").read_text().splitlines()) for home in homes]
-    assert [len(rows) for _, rows in alone] == [1, alone[1][0]["model"]["examples"], 3, 2]
-    assert alone[0][0]["model"]["words"] == 3 + 20 * 7 + 2  # it counts the empty strings around spaces
+    homes = [copy / "runs/tiny" / HELDOUT, *(copy / "runs/tiny/eval" / name for name in test_sets)]
+    assert [results(home, ".")["published_file"] for home in homes[1:]] == [False] * 4
+    alone = [(results(home, "."), read_rows(home / "rows.jsonl")) for home in homes]
+    assert [len(rows) for _, rows in alone[1:]] == [1, alone[2][0]["model"]["examples"], 3, 2]
+    assert alone[1][0]["model"]["words"] == 3 + 20 * 7 + 2  # it counts the empty strings around spaces
     assert run("tost eval", "runs/tiny", *words, cwd=copy).count("reusing ") == 5
     for home in homes:
         shutil.rmtree(home)
-    run(
-        "tost eval",
-        "runs/tiny",
-        *words,
-        "parallel.sequence=2",
-        "zero_shot.batch_tokens=100",
-        cwd=copy,
-        ranks=2,
-    )
+    others = ["parallel.sequence=2", "zero_shot.batch_tokens=100"]
+    output = run("tost eval", "runs/tiny", *words, *others, cwd=copy, ranks=2)
+    assert output.count("wrote ") == output.count(": scoring ") == 5
     for home, (before, rows) in zip(homes, alone, strict=True):
-        assert results(home, ".")["model"] == pytest.approx(
-            before["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED
-        )
-        for lines in zip((home / "rows.jsonl").read_text().splitlines(), rows, strict=True):
-            row, row_alone = map(json.loads, lines)
+        after = results(home, ".")
+        assert after["identity"] == before["identity"]
+        assert after["model"] == pytest.approx(before["model"], rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED)
+        for row, row_alone in zip(read_rows(home / "rows.jsonl"), rows, strict=True):
             assert row.pop("nats", 0) == pytest.approx(row_alone.pop("nats", 0), rel=FLOAT32_REORDERED)
             assert row == row_alone
     (copy / "lambada.jsonl").write_text('{"text": "other words"}\n')
     assert run("tost eval", "runs/tiny", *words, cwd=copy).count("wrote ") == 1
 
 
-def test_needles_resume_from_its_cells_and_copies_of_the_model_share_them(copy: Path):
+def test_needles_resume_from_their_cells_and_copies_of_the_model_share_cells_and_sequences(copy: Path):
     home = copy / "runs/tiny" / NEEDLE
     cells = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
     alone = results(home, ".")["cells"]
@@ -134,7 +109,12 @@ def test_needles_resume_from_its_cells_and_copies_of_the_model_share_them(copy: 
     kept = min(cells)
     for name in set(cells) - {kept}:
         (home / "cells" / name).unlink()
-    output = run("tost eval", "runs/tiny", *NEEDLES, cwd=copy, ranks=2)
+    sequences = ["positions.times=1", "positions.sequences=3"]
+    assert "reading 3 sequences of 64 tokens\n" in run("tost eval", "runs/tiny", "positions", *sequences, cwd=copy)
+    by_position = results(copy / "runs/tiny", "eval/positions")["by_position"]
+    (copy / "runs/tiny/eval/positions/results.json").unlink()
+    output = run("tost eval", "runs/tiny", "positions", *NEEDLES, *sequences, cwd=copy, ranks=2)
+    assert results(copy / "runs/tiny", "eval/positions")["by_position"] == by_position
     assert f"needle@words: reusing 1 of {len(cells)} cells" in output
     assert output.count("| needle@words | ") == len({cell["length"] for cell in alone})
     assert "warning: with 4 examples of a length, the standard error of an accuracy is up to 25%; raise need" in output
@@ -262,7 +242,6 @@ def test_an_export_has_its_own_results(copy: Path):
         ("tost eval", ["runs/tiny", "heldout", "heldout.shards=runs"], "runs: not a shard folder"),
         ("tost eval", ["runs/tiny", "needle", "needle.lengths=[128]"], "128 exceeds the model's positions (64)"),
         ("tost eval", ["runs/tiny", "needle", "needle.depths=[2]"], "depths: input should be less than or equal to 1"),
-        ("tost generate", ["runs/tiny", "sample.tokens=300"], "shorten sample.prompt or lower sample.tokens"),
         ("tost generate", ["runs/tiny", "a", "sample.prompt_file=b"], "give one of them"),
         ("tost generate", ["runs/tiny", "a", "sample.top_k=5"], "set it above 0, or leave them out"),
         ("tost report", ["runs/tiny", "report.folder=x"], "report.folder needs several runs: runs/tiny;"),

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import refusal, run, snapshot
+from programs import refusal, results, run, snapshot, weights
 
+from tost_lm.files import read_rows
 from tost_lm.markdown import format_result
 from tost_lm.testing import FLOAT32_REORDERED
 
@@ -26,37 +27,23 @@ def words(workplace: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def rows(workplace: Path, name: str = "tiny") -> list[dict[str, Any]]:
-    lines = (workplace / f"runs/{name}/evaluations.jsonl").read_text().split("\n")
-    return [json.loads(line) for line in lines if line]
+def rows(workplace: Path) -> list[dict[str, Any]]:
+    return read_rows(workplace / "runs/tiny/evaluations.jsonl")
 
 
-def measured_afterwards(workplace: Path, name: str = "tiny") -> list[dict[str, Any]]:
-    """The results of `tost eval` for the last checkpoint."""
-    run(
-        "tost eval", f"runs/{name}", *TASKS,
-        "sets.wikitext2=wiki.test.raw", "sets.lambada_openai=lambada.jsonl", cwd=workplace,
-    )  # fmt: skip
-    home = workplace / "runs" / name / "eval"
-    return [json.loads((home / protocol / "results.json").read_text()) for protocol in TASKS]
-
-
-def assert_as_afterwards(workplace: Path, name: str = "tiny") -> None:
-    """The rows of the last step have the totals of `tost eval`."""
-    last = rows(workplace, name)[-len(TASKS) :]
-    for row, results in zip(last, measured_afterwards(workplace, name), strict=True):
-        names = {"step": 8, **{key: results[key] for key in ("protocol", "headline")}}
-        names["data_sha256"] = results["identity"]["data_sha256"]
+def assert_as_afterwards(workplace: Path) -> None:
+    """The rows of the last step have the totals of `tost eval` for the last checkpoint."""
+    sets = ["sets.wikitext2=wiki.test.raw", "sets.lambada_openai=lambada.jsonl"]
+    run("tost eval", "runs/tiny", *TASKS, *sets, cwd=workplace)
+    for row, task in zip(rows(workplace)[-len(TASKS) :], TASKS, strict=True):
+        found = results(workplace / "runs/tiny", task)
+        names = {"step": 8, **{key: found[key] for key in ("protocol", "headline")}}
+        names["data_sha256"] = found["identity"]["data_sha256"]
         assert {key: row.pop(key) for key in names} == names
         errors = {key for key in row if key.endswith("_standard_error")}  # from differences, which lose precision
-        for key, figure in results["model"].items():
+        for key, figure in found["model"].items():
             assert row.pop(key) == pytest.approx(figure, rel=1e-4 if key in errors else FLOAT32_REORDERED), key
         assert row == {}
-
-
-def weights(workplace: Path, name: str) -> dict[str, bytes]:
-    folder = workplace / "runs" / name / "checkpoints/step_00000008"
-    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
 @pytest.mark.quick
@@ -99,13 +86,13 @@ def test_other_tasks_equal_those_of_the_checkpoint(workplace: Path, ranks: int):
     run("tost train", *words, cwd=workplace, ranks=ranks)
     run("tost eval", "runs/tiny", *OTHERS, *given, cwd=workplace)
     for row in rows(workplace):
-        results = json.loads((workplace / f"runs/tiny/eval/{row['protocol']}/results.json").read_text())
+        found = results(workplace / "runs/tiny", row["protocol"])
         if row["protocol"] == "needle@words":
-            expected = results["cells"][0]["choice_accuracy"]
+            expected = found["cells"][0]["choice_accuracy"]
         elif row["protocol"] == "positions":
-            expected = results["by_position"][-1]["nats_per_token"]
+            expected = found["by_position"][-1]["nats_per_token"]
         else:
-            expected = results["model"]["bits_per_byte"]
+            expected = found["model"]["bits_per_byte"]
         assert row["headline"] == HEADLINES[row["protocol"]]
         assert row[row["headline"]] == pytest.approx(expected, rel=1e-4)
     assert [row["protocol"] for row in rows(workplace)] == list(HEADLINES)

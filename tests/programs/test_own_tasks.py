@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from programs import TINY_RUN, refusal, run, snapshot
+from programs import TINY_RUN, refusal, results, run, snapshot
 
 from tost_lm.files import sha256_bytes
 
@@ -68,13 +68,9 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def results(folder: Path, task: str) -> dict:
-    return json.loads((folder / f"runs/tiny/eval/{task}/results.json").read_text())
-
-
 def test_a_toml_file_describes_documents_and_multiple_choice(trained: Path):
     run("tost eval", "runs/tiny", "suite.toml", cwd=trained)
-    laws, exam = results(trained, "laws@documents")["model"], results(trained, "exam@choices")["model"]
+    laws, exam = (results(trained / "runs/tiny", name)["model"] for name in ("laws@documents", "exam@choices"))
     text = [json.loads(line)["body"] for line in (trained / "laws.jsonl").read_text().splitlines()]
     assert (laws["examples"], laws["bytes"]) == (2, sum(len(one.encode()) for one in text))
     assert laws["bits_per_byte_standard_error"] > 0
@@ -97,8 +93,8 @@ def test_a_text_without_spaces_has_finite_results(trained: Path):
 def test_a_file_that_is_named_is_run_and_identifies_its_results(trained: Path):
     run("tost eval", "runs/tiny", "mine.py", cwd=trained)
     assert (trained / "marker").exists()
-    assert results(trained, "ends@mine")["model"]["examples"] == 3
-    assert results(trained, "ends@mine")["identity"]["task_sha256"] == sha256_bytes(OWN.encode())
+    assert results(trained / "runs/tiny", "ends@mine")["model"]["examples"] == 3
+    assert results(trained / "runs/tiny", "ends@mine")["identity"]["task_sha256"] == sha256_bytes(OWN.encode())
     (trained / "marker").unlink()
     assert "reusing" in run("tost eval", "runs/tiny", "mine.py", cwd=trained)
     (trained / "marker").unlink()
@@ -149,7 +145,7 @@ def test_tasks_that_fail_are_one_line_each_and_the_others_run(trained: Path):
     expected = {f"{name}@own: faults.py: {MESSAGES[name].format(line=lines[name])}" for name in MESSAGES}
     assert {*problems} == expected | {"Empty@own: the task has no examples; give it a file with some"}
     assert len(problems) == len(FAULTS)
-    assert results(trained, "ends@mine")["model"]["examples"] == 3
+    assert results(trained / "runs/tiny", "ends@mine")["model"]["examples"] == 3
     assert not list(trained.glob("runs/tiny/eval/*@own/results.json"))
 
 

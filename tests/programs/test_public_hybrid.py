@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hf_tokenizers import TEXTS, byte_level
-from programs import refusal, refusal_here, run, run_here, snapshot
+from programs import curve, refusal, refusal_here, run, run_here, snapshot
 from public_layers import run_in_torch
 from public_models import write_olmo_hybrid, write_qwen3_5
 from tokenizers import normalizers
@@ -41,11 +41,6 @@ model, (prompt, generated) = AutoModelForCausalLM.from_pretrained(sys.argv[1]), 
 print(json.dumps([model.generate(torch.tensor(prompt), **options).tolist() for options in generated]))
 """
 """Generates without this package."""
-
-
-def metrics(workplace: Path, name: str) -> list[float]:
-    rows = (workplace / f"runs/{name}/metrics.jsonl").read_text().splitlines()
-    return [json.loads(row)[key] for row in rows for key in ("loss", "grad_norm")]
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +105,8 @@ def test_training_in_tiles_on_sequence_ranks_is_that_of_one_process(workplace: P
     tiles = [f"run.name=tiles_{name}", "memory.tile_tokens=32", "parallel.sequence=2"]
     said = run("tost train", "empty.toml", *words, *tiles, cwd=workplace, ranks=2)
     assert "exactly in 3 tiles of 32 tokens" in said
-    whole = metrics(workplace, f"whole_{name}")
-    assert metrics(workplace, f"tiles_{name}") == pytest.approx(whole, rel=FLOAT32_REORDERED)
+    whole = [pytest.approx(step, rel=FLOAT32_REORDERED) for step in curve(workplace, f"whole_{name}")]
+    assert curve(workplace, f"tiles_{name}") == whole
 
     run_here("tost convert", f"runs/tiles_{name}", f"convert.folder={back}", f"convert.to={to}", cwd=workplace)
     back, found = transformers.AutoModelForCausalLM.from_pretrained(workplace / back, output_loading_info=True)

@@ -24,16 +24,6 @@ TASKS = {
     "positions": (["positions.times=4000", "positions.sequences=4"], "reading"),
     "needle": (NEEDLE, "needle@words: length"),
 }
-DATA = """
-[corpus]
-source = "long.jsonl"
-valid_fraction = 0.5
-[tokenizer]
-path = "out/tokenizer.model"
-vocab_size = 384
-[shards]
-folder = "out/shards"
-"""
 SIGTERM_IN_DELETION = """
 import os, signal, time
 from tost_lm.parallel.graceful_stop import terminable
@@ -55,9 +45,8 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs/tiny, a model without a maximum length, and texts that take it much longer than a second."""
     folder = tmp_path_factory.mktemp("trained")
     write_corpus(folder / "long.jsonl", documents=20, words=20_000)
-    (folder / "data.toml").write_text(DATA)
-    run("tost prepare tokenizer", "data.toml", cwd=folder)
-    run("tost prepare shards", "data.toml", cwd=folder)
+    for program in ("tost prepare tokenizer", "tost prepare shards"):
+        run(program, prepared / "data.toml", "corpus.source=long.jsonl", "corpus.valid_fraction=0.5", cwd=folder)
     words = ["model.positions=none", "model.tssa.denom_bias=head", "train.steps=2"]
     run("tost train", prepared / "run.toml", *words, cwd=folder)
     return folder
@@ -105,32 +94,19 @@ def test_sigterm_while_an_object_is_deleted():
 
 
 @pytest.mark.parametrize(
-    ("task", "layout"),
+    ("task", "layout", "signaled"),
     [
-        ("text", "parallel.sequence=2"),
-        ("positions", "parallel.tensor=1"),
-        ("heldout", "parallel.tensor=2"),
+        ("text", "parallel.sequence=2", [1]),
+        ("positions", "parallel.tensor=1", [1]),
+        ("heldout", "parallel.tensor=2", [1]),
+        # Copies of the model measure cells of different lengths, so they call it different numbers of times.
+        pytest.param("needle", "parallel.tensor=1", [0], marks=pytest.mark.slow),
+        pytest.param("needle", "parallel.tensor=1", [0, 1], marks=pytest.mark.slow),
     ],
 )
-def test_sigterm_to_one_rank_ends_both(copy: Path, task: str, layout: str):
+def test_sigterm_to_a_rank_ends_both(copy: Path, task: str, layout: str, signaled: list[int]):
     words, started = TASKS[task]
-    terminate(task, [*words, layout], copy, started, [1], ranks=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signaled", [[0], [0, 1]])
-def test_finished_cells_remain_and_the_same_command_resumes(copy: Path, signaled: list[int]):
-    """The copies of the model measure cells of different lengths, so they call the model different numbers of times."""
-    words, started = TASKS["needle"]
-    terminate("needle", words, copy, started, signaled, ranks=2)
-    home = copy / "runs/tiny/eval/needle@words"
-    finished = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
-    assert 0 < len(finished) < 3
-    assert not (home / "results.json").exists()
-    resumed = run("tost eval", "runs/tiny", "needle", *words, cwd=copy, ranks=2)
-    assert f"needle@words: reusing {len(finished)} of 3 cells" in resumed
-    assert all((home / "cells" / name).read_bytes() == data for name, data in finished.items())
-    assert len(json.loads((home / "results.json").read_text())["cells"]) == 3
+    terminate(task, [*words, layout], copy, started, signaled, ranks=2)
 
 
 def score_text(folder: Path, words: list[str], ranks: int) -> tuple[str, dict[str, Any]]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from builds import prep_config
 from stage_records import progress
 
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.config import to_toml, validate
-from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.shards import Shards
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
@@ -33,12 +33,8 @@ def tokenizer() -> Tokenizer:
 def shards(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Shards:
     folder = tmp_path_factory.mktemp("shards")
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    tree = {
-        "corpus": {"source": str(folder / "corpus.jsonl"), "valid_fraction": 0.3},
-        "tokenizer": {"path": "unused", "vocab_size": 330},
-        "shards": {"folder": str(folder / "shards"), "workers": 1},
-    }
-    build_shards(validate(DataPrepConfig, tree, "test"), tokenizer)
+    config = prep_config(folder / "corpus.jsonl", folder / "shards", valid_fraction=0.3, test_fraction=0)
+    build_shards(config, tokenizer)
     return Shards.open(folder / "shards")
 
 

@@ -4,7 +4,7 @@
 
 The first mention of a secret cannot be predicted, and each later one can, from any distance. So a model that trains on
 passages learns to store and to find associations, in far fewer tokens than from text alone. Task `needle@words`
-(`tost_lm/eval/retrieval/needles.py`) asks with the same sentence.
+(`tost_lm/tasks/needle.py`) asks with the same sentence.
 """
 
 from collections.abc import Iterator, Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tost_lm.checkpointing.format import SETTINGS
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import Section, leaves, read_toml
-from tost_lm.data.tokenizers import LosslessTokenizer, Tokenizer, find_tokenizer, read_tokenizer
+from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import (
     manifest_bytes,
@@ -60,10 +60,6 @@ class EvaluatedCheckpoint:
     def tokenizer(self) -> Tokenizer:
         """Raises DataError when the tokenizer is missing or damaged."""
         return read_tokenizer(find_tokenizer(self.checkpoint))
-
-    def lossless_tokenizer(self) -> Tokenizer:
-        """The tokenizer for texts that are scored. Raises DataError as `tokenizer`, and while it encodes."""
-        return LosslessTokenizer(self.tokenizer(), str(self.checkpoint))
 
     def load(self, device: str) -> "LanguageModel":
         """The model, in evaluation mode. Raises CheckpointError."""

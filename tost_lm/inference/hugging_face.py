@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tost_lm.checkpointing.format import MANIFEST
 from tost_lm.checkpointing.run_folder import local_model
 from tost_lm.data.shards import Shards
-from tost_lm.data.tokenizers import Tokenizer
+from tost_lm.data.tokenizers import LosslessTokenizer, Tokenizer
 from tost_lm.errors import CheckpointError, ConfigError, first_line, install_hint
 from tost_lm.files import sha256_bytes, xxh3_file
 from tost_lm.inference.evaluated import HUB, EvaluatedCheckpoint, hub_home, open_valid
@@ -117,7 +117,7 @@ class HuggingFaceCheckpoint(EvaluatedCheckpoint):
                 f"{self.checkpoint}: a Hugging Face model has no shards; give heldout.shards=FOLDER, or a text "
                 "(needle.haystack=FILE, positions.file=FILE)"
             )
-        return ShardsOfText(open_valid(Path(folder)), self.lossless_tokenizer())
+        return ShardsOfText(open_valid(Path(folder)), LosslessTokenizer(self.tokenizer(), str(self.checkpoint)))
 
     def hashes(self) -> dict[str, Any]:
         of_model = [f"{path.name} {xxh3_file(path)}" for path in [self.checkpoint / CONFIG, *self._weight_files()]]

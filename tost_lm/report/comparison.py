@@ -12,7 +12,7 @@ from tost_lm.markdown import escape, format_chance, table, with_error
 from tost_lm.model import ModelConfig
 from tost_lm.model.flops import parameters
 from tost_lm.page import Page, column
-from tost_lm.report.record import Group, Mean, at_step, common_steps, mean_curve, seed
+from tost_lm.report.record import Group, Mean, at_step, common_steps, loss_curve, seed
 from tost_lm.report.training import loss_section, position_curve, position_section
 from tost_lm.tasks.grid import GridTask
 from tost_lm.tasks.registry import all_tasks
@@ -30,7 +30,7 @@ class Metric(NamedTuple):
 
 
 def _last_validation_loss(group: Group) -> Mean | None:
-    return _loss([run.validation for run in group.runs if run.validation])
+    return _loss(_measured(group))
 
 
 def compared_tasks() -> list[Task]:
@@ -116,9 +116,8 @@ def _over_rows(group: Group, key: str, of: Callable[[np.ndarray], float], scale:
 
 
 def _result(group: Group, task: Task) -> Mean | None:
-    results = [results for run in group.runs if (results := run.results(task.name))]
-    steps = {result["identity"]["step"] for result in results}
-    return Mean.of([task.cited(result) for result in results], steps.pop()) if len(steps) == 1 else None
+    found = group.results(task.name)
+    return Mean.of([task.cited(results) for results in found], found[0]["identity"]["step"]) if found else None
 
 
 def _inputs(identity: dict[str, Any]) -> tuple[Any, ...]:
@@ -217,13 +216,13 @@ def paired_differences(groups: Sequence[Group]) -> str:
 
 def training_loss(groups: Sequence[Group], page: Page) -> str:
     """Training loss by step."""
-    curves = {group.label: mean_curve([run.metrics for run in group.runs], "loss") for group in groups}
+    curves = {group.label: loss_curve([run.metrics for run in group.runs]) for group in groups}
     return loss_section("Training loss", "loss", curves, page)
 
 
 def validation_loss(groups: Sequence[Group], page: Page) -> str:
     """Validation loss by step."""
-    curves = {group.label: mean_curve(_measured(group), "loss") for group in groups if _measured(group)}
+    curves = {group.label: loss_curve(_measured(group)) for group in groups if _measured(group)}
     return loss_section("Validation loss", "validation", curves, page)
 
 

@@ -100,13 +100,12 @@ class Mean:
     """Step of the measurement; None if it has none."""
 
     @classmethod
-    def of(cls, values: Sequence[float | None], step: int | None = None) -> "Mean | None":
-        """The mean of the values that exist; None if there are none."""
-        present = np.array([value for value in values if value is not None])
-        if not len(present):
+    def of(cls, values: Sequence[float], step: int | None = None) -> "Mean | None":
+        """None if there are no values."""
+        if not values:
             return None
-        error = float(_standard_error(present)) if len(present) > 1 else None
-        return cls(float(present.mean()), error, len(present), step)
+        error = float(_standard_error(np.array(values))) if len(values) > 1 else None
+        return cls(float(np.mean(values)), error, len(values), step)
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
@@ -172,11 +171,11 @@ def at_step(rows: Iterable[Mapping[str, Any]], step: int) -> Mapping[str, Any]:
     return next(row for row in rows if row["step"] == step)
 
 
-def mean_curve(records: Sequence[Sequence[Mapping[str, Any]]], key: str) -> Curve:
-    """The mean of a field over runs at their common steps; NaN where a run lacks it."""
+def loss_curve(records: Sequence[Sequence[Mapping[str, Any]]]) -> Curve:
+    """The mean loss over runs at their common steps; NaN where a run lacks it."""
     steps = common_steps(records)
     wanted = set(steps)
-    values_RS = np.array([column([row for row in rows if row["step"] in wanted], key) for rows in records])
+    values_RS = np.array([column([row for row in rows if row["step"] in wanted], "loss") for rows in records])
     return curve(steps, values_RS)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from tost_lm.data.stages import StageRecord
 from tost_lm.markdown import table, with_error
 from tost_lm.page import POSITION, Chart, Page, line_data, marker, new_figure, position_axis, step_axis
-from tost_lm.report.record import Curve, RunRecord, curve, mean_curve
+from tost_lm.report.record import Curve, RunRecord, curve, loss_curve
 
 EVENTS = {"skipped": "skipped step", "resumed": "resumed", "stopped": "stopped early"}
 EVENTS_SHOWN = 50
@@ -23,7 +23,7 @@ DASHES = ["-", "--", ":", "-."]
 def losses(run: RunRecord, page: Page, stages: Sequence[StageRecord]) -> str:
     """Training and validation loss by step; empty before the first."""
     records = {"training": run.metrics, "validation": run.validation}
-    curves = {name: mean_curve([rows], "loss") for name, rows in records.items() if rows}
+    curves = {name: loss_curve([rows]) for name, rows in records.items() if rows}
     return loss_section("Loss", "loss", curves, page, stages)
 
 

@@ -43,12 +43,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt
 
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.tasks.grid import GridConfig, GridTask, section
 from tost_lm.tasks.haystacks import noise_haystack
-from tost_lm.tasks.queries import Queries, Query, QuerySource
+from tost_lm.tasks.queries import IN_ORDER, Queries, Query, QuerySource
 from tost_lm.tasks.task import Family
 
 if TYPE_CHECKING:
@@ -61,21 +61,16 @@ class ContextConfig(GridConfig):
     """Tasks about the use of the context."""
 
     section = "context"
-    lengths: list[PositiveInt] = Field(default_factory=list)
+    lengths: Annotated[list[PositiveInt], IN_ORDER] = Field(default_factory=list)
     """Tokens of context and scored tokens together in copying and context_gain; empty: a quarter, half and all of model.context_length."""
     target_tokens: int = Field(default=32, gt=0)
     """Tokens that are scored in an example of copying and context_gain."""
-    shots: list[Annotated[int, Field(ge=LABELS)]] = Field(default_factory=list)
+    shots: Annotated[list[Annotated[int, Field(ge=LABELS)]], IN_ORDER] = Field(default_factory=list)
     """Labelled words before the question of many_shot, at least 8; empty: 8, 16, … up to 4,096 as far as they fit model.context_length."""
     samples: int = Field(default=32, gt=0)
     """Examples per cell."""
     haystack: Path | None = None
     """A UTF-8 file with one long document for copying and context_gain; default: the held-out documents, or Python's documentation if there are none."""
-
-    @field_validator("lengths", "shots")
-    @classmethod
-    def _in_order(cls, numbers: list[int]) -> list[int]:
-        return sorted(set(numbers))
 
 
 CUE_TOKENS = 8
@@ -134,14 +129,14 @@ class ContextGain(TextQueries):
             ConfigError, DataError: as there, and if the text has no two documents of a given length, or of any.
         """
         lengths = super().lengths(settings, model)
-        for i, length in enumerate(sorted(lengths)):
+        for i, length in enumerate(lengths):
             assert self.text is not None
             try:
                 self.text.documents(length)
             except DataError:
                 if settings.lengths or i == 0:
                     raise
-                return sorted(lengths)[:i]
+                return lengths[:i]
         return lengths
 
     def needed(self, samples: int) -> int:

@@ -5,7 +5,7 @@ format.
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -20,12 +20,6 @@ HUB_TIMEOUT_S = 10.0
 CONVERTED = "refs/convert/parquet"
 """The revision with the rows of a data set whose loading script no longer runs."""
 
-HubRows = Iterable[dict[str, Any]]
-
-
-def json_lines(rows: HubRows) -> Iterator[str]:
-    return (json.dumps(row) + "\n" for row in rows)
-
 
 class HubSource(NamedTuple):
     """A test set on the hub, and how its rows become the published file."""
@@ -34,7 +28,8 @@ class HubSource(NamedTuple):
     subset: str | None
     split: str
     file: str
-    to_text: Callable[[HubRows], Iterator[str]] = json_lines
+    text_of: Callable[[dict[str, Any]], str] = lambda row: json.dumps(row) + "\n"
+    """The text of a row."""
     revision: str | None = None
 
 
@@ -109,7 +104,7 @@ class DataSet:
             return path
         print(f"downloading {self.name} from hub:{hub.name}", flush=True)
         try:
-            text = "".join(hub.to_text(_rows(hub)))
+            text = "".join(map(hub.text_of, _rows(hub)))
         except Exception as error:  # the libraries raise their own errors and those of the network
             raise ConfigError(
                 f"{setting}: not set, and hub:{hub.name} cannot be downloaded ({first_line(error)}); {fix}"

@@ -5,16 +5,16 @@ Children's Book Test: which of ten words is missing in the 21st sentence of a pa
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
 from tost_lm.inference.requests import Likelihoods, bootstrap_error, left_truncated
-from tost_lm.tasks.data_sets import DataSet, HubRows, HubSource
+from tost_lm.tasks.data_sets import DataSet, HubSource
 from tost_lm.tasks.perplexity import with_error
 from tost_lm.tasks.scored import (
     Example,
@@ -191,15 +191,13 @@ def _common_tokens(context: Sequence[int], ids: Sequence[int]) -> int:
     return max(1, same)
 
 
-def _texts(rows: HubRows) -> Iterator[str]:
-    return (json.dumps({"text": row["text"]}) + "\n" for row in rows)
+def _text(row: dict[str, Any]) -> str:
+    return json.dumps({"text": row["text"]}) + "\n"
 
 
-def _stories(rows: HubRows) -> Iterator[str]:
-    for row in rows:
-        for number, sentence in enumerate(row["sentences"], start=1):
-            yield f"{number} {sentence}\n"
-        yield f"21 {row['question']}\t{row['answer']}\t\t{'|'.join(row['options'])}\n\n"
+def _story(row: dict[str, Any]) -> str:
+    question = f"{row['question']}\t{row['answer']}\t\t{'|'.join(row['options'])}\n"
+    return "".join(f"{number} {line}\n" for number, line in enumerate([*row["sentences"], question], start=1))
 
 
 def _filled(path: Path) -> list[str]:
@@ -208,21 +206,21 @@ def _filled(path: Path) -> list[str]:
 
 def _cbt(kind: str, what: str) -> DataSet:
     file = f"cbtest_{kind}_valid_2000ex.txt"
-    source = HubSource("cam-cst/cbt", kind, "validation", file, _stories)
+    source = HubSource("cam-cst/cbt", kind, "validation", file, _story)
     return DataSet(f"cbt_{kind.lower()}", f"{what} of the Children's Book Test, {file}", source, texts=_filled)
 
 
 LAMBADA_OPENAI = DataSet(
     "lambada_openai",
     'OpenAI\'s variant of the LAMBADA test set: 5,153 JSON lines {"text": …}',
-    HubSource("EleutherAI/lambada_openai", "default", "test", "lambada_openai.jsonl", _texts),
+    HubSource("EleutherAI/lambada_openai", "default", "test", "lambada_openai.jsonl", _text),
     sha256="4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226",
     texts=passages,
 )
 LAMBADA_STANDARD = DataSet(
     "lambada_standard",
     'LAMBADA\'s original, lower-case test set as JSON lines {"text": …}',
-    HubSource("cimec/lambada", None, "test", "lambada_standard.jsonl", _texts),
+    HubSource("cimec/lambada", None, "test", "lambada_standard.jsonl", _text),
     texts=passages,
 )
 CBT_CN, CBT_NE = _cbt("CN", "Common nouns"), _cbt("NE", "Named entities")

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from tost_lm.inference.requests import (
     perplexity,
     strided_windows,
 )
-from tost_lm.tasks.data_sets import CONVERTED, DataSet, HubRows, HubSource, unpacked
+from tost_lm.tasks.data_sets import CONVERTED, DataSet, HubSource, unpacked
 from tost_lm.tasks.scored import (
     GPT2_EOT,
     Example,
@@ -250,12 +251,12 @@ def openwebtext_ids(path: Path, tokenizer: Tokenizer) -> np.ndarray:
     return ids.astype(np.int64)
 
 
-def _lines_of_wikitext(rows: HubRows) -> Iterator[str]:
-    return (row["text"] or " \n" for row in rows)
+def _line_of_wikitext(row: dict[str, Any]) -> str:
+    return row["text"] or " \n"
 
 
-def _lines_of_ptb(rows: HubRows) -> Iterator[str]:
-    return (f" {row['sentence'].strip()} \n" for row in rows)
+def _line_of_ptb(row: dict[str, Any]) -> str:
+    return f" {row['sentence'].strip()} \n"
 
 
 WIKITEXT_SHA256 = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08"
@@ -264,7 +265,7 @@ WIKITEXT2, WIKITEXT103 = (
     DataSet(
         f"wikitext{size}",
         f"wiki.test.raw of WikiText-{size}'s raw release",
-        HubSource("Salesforce/wikitext", f"wikitext-{size}-raw-v1", "test", f"wiki{size}.test.raw", _lines_of_wikitext),
+        HubSource("Salesforce/wikitext", f"wikitext-{size}-raw-v1", "test", f"wiki{size}.test.raw", _line_of_wikitext),
         sha256=WIKITEXT_SHA256,
         texts=pages,
     )
@@ -273,7 +274,7 @@ WIKITEXT2, WIKITEXT103 = (
 PTB = DataSet(
     "ptb",
     "Mikolov's ptb.test.txt",
-    HubSource("ptb-text-only/ptb_text_only", None, "test", "ptb.test.txt", _lines_of_ptb, CONVERTED),
+    HubSource("ptb-text-only/ptb_text_only", None, "test", "ptb.test.txt", _line_of_ptb, CONVERTED),
     texts=ptb_lines,
 )
 OWT = DataSet(

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, PositiveInt
 
 from tost_lm.config import Section
 from tost_lm.data.tokenizers import Tokenizer
@@ -36,12 +36,16 @@ class Query:
     """Index of the right option."""
 
 
+IN_ORDER = AfterValidator(lambda numbers: sorted(set(numbers)))
+"""Of numbers in a setting: ascending, each once."""
+
+
 class GridConfig(Section):
     """Settings of tasks that have cells."""
 
     section: ClassVar[str]
     """Its name, for errors."""
-    lengths: list[PositiveInt] = Field(default_factory=list)
+    lengths: Annotated[list[PositiveInt], IN_ORDER] = Field(default_factory=list)
     """Tokens of prompt and answer together; empty: a quarter, half and all of model.context_length."""
     samples: int = Field(default=8, gt=0)
     """Examples per cell."""
@@ -49,11 +53,6 @@ class GridConfig(Section):
     """Seed of the texts, keys and values."""
     haystack: Path | None = None
     """A UTF-8 file for haystacks; default: the held-out documents, or Python's documentation if there are none."""
-
-    @field_validator("lengths")
-    @classmethod
-    def _remove_duplicates(cls, lengths: list[int]) -> list[int]:
-        return list(dict.fromkeys(lengths))
 
 
 class QuerySource(NamedTuple):
@@ -118,7 +117,7 @@ class Queries(ABC):
         """
         needed, limit, context = self.needed(settings.samples), model.position_limit, model.context_length
         quarters = [context // 4, context // 2, context]
-        chosen = list(settings.lengths) or [length for length in quarters if length > needed] or quarters[-1:]
+        chosen = settings.lengths or [length for length in quarters if length > needed] or quarters[-1:]
         for length in chosen:
             if limit is not None and length > limit:
                 raise ConfigError(

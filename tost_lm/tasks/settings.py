@@ -6,7 +6,6 @@ from typing import Any
 from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
 from tost_lm.config import Section, is_from_user
-from tost_lm.errors import ConfigError
 from tost_lm.inference.settings import RanksConfig
 from tost_lm.parallel.settings import LaunchConfig
 from tost_lm.tasks.data_sets import Sets
@@ -41,18 +40,12 @@ class _Shared(Section):
         for name in names:
             if name.endswith(".py") and not is_from_user(info):
                 raise ValueError(f"{name}: only files that the user names are run; name it in the command")
-            try:
-                found += run_file(Path(name)) if name.endswith(".py") else [name]
-            except ConfigError as error:
-                raise ValueError(str(error)) from None
+            found += run_file(Path(name)) if name.endswith(".py") else [name]
         return found
 
     @model_validator(mode="after")
     def _check_tasks(self) -> "_Shared":
-        try:
-            tasks_of(self)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
+        tasks_of(self)
         return self
 
 

@@ -28,11 +28,18 @@ class Built(NamedTuple):
     manifest: dict[str, Any]
 
 
-def prep_config(corpus: Path, shards: Path, workers: int = 1, shard_tokens: int = 900, **more: Any) -> DataPrepConfig:
+def prep_config(
+    corpus: Path,
+    shards: Path = Path("unused"),
+    workers: int = 1,
+    shard_tokens: int = 900,
+    tokenizer: dict[str, Any] | None = None,
+    **more: Any,
+) -> DataPrepConfig:
     """Settings of a build; `more` are corpus settings."""
     tree = {
         "corpus": {"source": str(corpus), "valid_fraction": 0.2, "test_fraction": 0.1, **more},
-        "tokenizer": {"path": "unused", "vocab_size": 300},
+        "tokenizer": tokenizer or {"path": "unused", "vocab_size": 300},
         "shards": {"folder": str(shards), "shard_tokens": shard_tokens, "workers": workers},
     }
     return validate(DataPrepConfig, tree, "test")

@@ -1,14 +1,19 @@
-"""Shard folders with the tokens that a test chooses, written by the real writer."""
+"""Shard folders with the tokens that a test chooses, written by the real writer, and their batches."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
 from tost_lm.data.shard_format import FRESH, SplitWriter
 from tost_lm.data.shards import Shards
+from tost_lm.data.stages import Packing
+from tost_lm.ops.layout import SequenceSplit
 
-EOT = 0
+EOT, IGNORED, T, BATCH = 0, -100, 20, 8
+LENGTHS = [1 + 37 * i % 49 for i in range(60)]
 
 
 def hand_made(
@@ -41,3 +46,13 @@ def hand_made(
             "splits": {split: writer.finish()},
         },
     )
+
+
+def batches_of(corpora: Corpora, packing: Packing, ranks: str = "0/1 0/1", **changes: Any) -> TrainingBatches:
+    """The batches of the rank `data rank/data ranks sequence rank/sequence ranks`."""
+    (data, data_ranks), (sequence, sequence_ranks) = (map(int, pair.split("/")) for pair in ranks.split())
+    settings = {"seed": 1, "global_batch_size": BATCH, "micro_batch_size": 2, "seq_len": T, **changes}
+    row = settings["seq_len"] * (settings["micro_batch_size"] if packing == "best-fit" else 1)
+    split = SequenceSplit.even(row, sequence_ranks, sequence)
+    shard = BatchShard(data, data_ranks, ((split.start, split.end),))
+    return TrainingBatches(corpora, shard, packing=packing, ignored_label=IGNORED, **settings)

@@ -4,14 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hand_made import hand_made
+from hand_made import IGNORED, batches_of, hand_made
 
-from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
+from tost_lm.data.loader import Corpora
 from tost_lm.data.samples import TokenRanges
 from tost_lm.data.stages import Packing, StageRecord, passes, phases, tokens_of
 from tost_lm.errors import ConfigError
-
-IGNORED = -100
 
 
 def stage(
@@ -22,13 +20,11 @@ def stage(
 
 def labels(corpora: Corpora, stages: list[StageRecord], step: int) -> np.ndarray:
     """The labels of a step of the last stage, in the order of the samples."""
-    last = stages[-1]
-    batches = TrainingBatches(
-        corpora, BatchShard(0, 1, ((0, last.seq_len * (last.global_batch_size if last.packing == "best-fit" else 1)),)),
-        packing=last.packing, seed=3, global_batch_size=last.global_batch_size,
-        micro_batch_size=last.global_batch_size if last.packing == "best-fit" else 1, seq_len=last.seq_len,
-        ignored_label=IGNORED, stages=stages,
-    )  # fmt: skip
+    size, last = stages[-1].global_batch_size, stages[-1]
+    micro = size if last.packing == "best-fit" else 1
+    batches = batches_of(
+        corpora, last.packing, global_batch_size=size, micro_batch_size=micro, seq_len=last.seq_len, stages=stages
+    )
     found = batches[step].labels.ravel()
     return found[found != IGNORED]
 

@@ -6,23 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hand_made import hand_made
+from hand_made import IGNORED, LENGTHS, batches_of, hand_made
 
-from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches, context_shares, context_sizes
+from tost_lm.data.loader import Corpora, context_shares, context_sizes
 from tost_lm.data.samples import PackedSamples
 from tost_lm.data.stages import Packing
-
-LENGTHS = [1 + 37 * i % 49 for i in range(60)]
-IGNORED = -100
 
 
 def seen_by_labels(corpora: Corpora, seq_len: int, packing: Packing) -> np.ndarray:
     """Tokens of its own document before each label of an epoch in its sample. Every token of the corpus is another."""
     samples = -(-sum(LENGTHS) // seq_len)
-    batches = TrainingBatches(
-        corpora, BatchShard(0, 1, ((0, seq_len),)), packing=packing, seed=1, global_batch_size=samples,
-        micro_batch_size=1, seq_len=seq_len, ignored_label=IGNORED,
-    )  # fmt: skip
+    batches = batches_of(corpora, packing, global_batch_size=samples, micro_batch_size=1, seq_len=seq_len)
     starts = [*accumulate(LENGTHS, initial=1)]
     seen = []
     rows = (x.reshape(-1, seq_len) for x in batches[0][:2])

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import models, normalizers, processors
 
-from tost_lm.config import validate
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.tokenizers import HfTokenizer, LosslessTokenizer, make_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.hf import hf_tokenizer
@@ -51,12 +50,7 @@ def written(folder: Path, pipeline: Pipeline) -> Path:
 
 
 def prep(path: Path, **tokenizer: Any) -> DataPrepConfig:
-    tree = {
-        "corpus": {"source": "x"},
-        "tokenizer": {"kind": "hf", "path": str(path), **tokenizer},
-        "shards": {"folder": "x"},
-    }
-    return validate(DataPrepConfig, tree, "test")
+    return prep_config(Path("x"), tokenizer={"kind": "hf", "path": str(path), **tokenizer})
 
 
 @pytest.mark.quick

@@ -2,25 +2,21 @@
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hand_made import EOT, hand_made
+from hand_made import BATCH, EOT, IGNORED, LENGTHS, T, batches_of, hand_made
 
 from tost_lm.data import loader
-from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
+from tost_lm.data.loader import Corpora, TrainingBatches
 from tost_lm.data.prefetch import micro_batches
 from tost_lm.data.shards import Concatenation
 from tost_lm.data.stages import Packing
 from tost_lm.errors import ConfigError
-from tost_lm.ops.layout import SequenceSplit
 
 pytestmark = pytest.mark.quick
 
-IGNORED, T, BATCH = -100, 20, 8
-LENGTHS = [1 + 37 * i % 49 for i in range(60)]
 PACKINGS: tuple[Packing, ...] = ("concatenated", "best-fit")
 
 
@@ -34,16 +30,6 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
     folder = tmp_path_factory.mktemp("mixed")
     return Corpora([hand_made(folder / "a", LENGTHS), hand_made(folder / "b", LENGTHS[5:], first=10_001)], [3, 1])
-
-
-def batches_of(corpora: Corpora, packing: Packing, ranks: str = "0/1 0/1", **changes: Any) -> TrainingBatches:
-    """The batches of the rank `data rank/data ranks sequence rank/sequence ranks`."""
-    (data, data_ranks), (sequence, sequence_ranks) = (map(int, pair.split("/")) for pair in ranks.split())
-    settings = {"seed": 1, "global_batch_size": BATCH, "micro_batch_size": 2, "seq_len": T, **changes}
-    row = settings["seq_len"] * (settings["micro_batch_size"] if packing == "best-fit" else 1)
-    split = SequenceSplit.even(row, sequence_ranks, sequence)
-    shard = BatchShard(data, data_ranks, ((split.start, split.end),))
-    return TrainingBatches(corpora, shard, packing=packing, ignored_label=IGNORED, **settings)
 
 
 def whole(batches: TrainingBatches, steps: range) -> tuple[np.ndarray, np.ndarray]:

@@ -11,23 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from hand_made import hand_made
+from hand_made import LENGTHS, batches_of, hand_made
 
-from tost_lm.data.loader import Batch, BatchShard, Corpora, TrainingBatches
+from tost_lm.data.loader import Batch, Corpora, TrainingBatches
 from tost_lm.data.prefetch import READ_AHEAD, prefetched
 from tost_lm.data.stages import Packing
 from tost_lm.errors import DataError
 
 CPU = torch.device("cpu")
-LENGTHS = [1 + 37 * i % 49 for i in range(60)]
 
 
-def batches_of(folder: Path, packing: Packing = "best-fit") -> TrainingBatches:
-    return TrainingBatches(
-        Corpora([hand_made(folder / "a", LENGTHS), hand_made(folder / "b", LENGTHS[7:])], [2, 1]),
-        BatchShard(0, 1, ((0, 40 if packing == "best-fit" else 20),)),
-        packing=packing, seed=1, global_batch_size=8, micro_batch_size=2, seq_len=20, ignored_label=-100,
-    )  # fmt: skip
+def batches_in(folder: Path, packing: Packing = "best-fit") -> TrainingBatches:
+    corpora = Corpora([hand_made(folder / "a", LENGTHS), hand_made(folder / "b", LENGTHS[7:])], [2, 1])
+    return batches_of(corpora, packing)
 
 
 def read(batches: TrainingBatches, steps: range, workers: int) -> list[tuple[int, Any]]:
@@ -39,7 +35,7 @@ def read(batches: TrainingBatches, steps: range, workers: int) -> list[tuple[int
 @pytest.mark.quick
 @pytest.mark.parametrize("packing", ["concatenated", "best-fit"])
 def test_batches_do_not_depend_on_workers_and_restarts(tmp_path: Path, packing: Packing):
-    batches = batches_of(tmp_path, packing)
+    batches = batches_in(tmp_path, packing)
     expected = read(batches, range(23), 0)
     for workers in (1, 2, 3):
         assert read(batches, range(23), workers) == expected
@@ -61,7 +57,7 @@ class ReadBy:
 
 def batches_with(folder: Path, before: Callable[[int], object]) -> Any:
     """`before` is called with the step before each read."""
-    return ReadBy(batches_of(folder), before)
+    return ReadBy(batches_in(folder), before)
 
 
 def readers() -> list[threading.Thread]:
@@ -97,7 +93,7 @@ def test_an_error_of_a_thread_is_raised_at_its_step(tmp_path: Path, error: BaseE
 @pytest.mark.parametrize("error", [None, KeyError("a defect of training"), RuntimeError("shapes do not fit")])
 def test_threads_end_with_training_and_its_errors_pass_through(tmp_path: Path, error: Exception | None):
     def train() -> None:
-        with prefetched(batches_of(tmp_path), range(1000), 2, CPU) as steps:
+        with prefetched(batches_in(tmp_path), range(1000), 2, CPU) as steps:
             next(steps)
             assert len(readers()) == 2
             if error:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tost_lm.data.samples import ConcatenatedSamples, Segments, runs
+from tost_lm.data.samples import ConcatenatedSamples, Segments
 
 
 def labels_of(segments: Segments) -> list[int]:
@@ -55,8 +55,3 @@ def test_seeds_corpora_and_epochs_have_different_orders():
         for corpus in range(2) for seed in range(3) for epoch in range(2)
     }  # fmt: skip
     assert len(orders) == 12
-
-
-def test_runs_of_equal_neighbours():
-    found = [(x, where.start, where.stop) for x, where in runs(np.array([3, 3, 0, 3]))]
-    assert found == [(3, 0, 2), (0, 2, 3), (3, 3, 4)]

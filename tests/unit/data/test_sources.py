@@ -5,10 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
-from builds import corpus, read, refusal
+from builds import corpus, prep_config, read, refusal
 
-from tost_lm.config import validate
-from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import BadRow, Document, count_rows, fingerprint, left_out_files, read_blocks
 from tost_lm.data.sources.files import corpus_files
 from tost_lm.data.tokenizers import SentencePieceTokenizer
@@ -107,12 +105,8 @@ def test_the_results_of_data_preparation_in_a_corpus_folder_are_ignored(tmp_path
     write(tmp_path, web__manifest_json='{"text": "of a ship"}', web__card_model_json='{"text": "of a car"}')
     sources = [tmp_path, f"{tmp_path}/**/*.json*", f"{tmp_path}/[abtw]*/**", f"{tmp_path}/**"]
     before = [(fingerprint(corpus(source)), list(read_blocks(corpus(source)))) for source in sources]
-    tree = {
-        "corpus": {"source": str(tmp_path), "valid_fraction": 0.2, "max_bad_fraction": 0.1},
-        "tokenizer": {"path": str(tmp_path / "tokens/own.model"), "vocab_size": 300},
-        "shards": {"folder": str(tmp_path / "shards"), "workers": 1},
-    }
-    config = validate(DataPrepConfig, tree, "test")
+    tokenizer = {"path": str(tmp_path / "tokens/own.model"), "vocab_size": 300}
+    config = prep_config(tmp_path, tmp_path / "shards", tokenizer=tokenizer, test_fraction=0, max_bad_fraction=0.1)
     model = train_sentencepiece(rows, 300)
     write_tokenizer(config, fingerprint(config.corpus), model, 30, 1000)
     build_shards(config, SentencePieceTokenizer(model))

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from builds import Built, prep_config
+from hand_made import batches_of
 
-from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
+from tost_lm.data.loader import Corpora
 from tost_lm.data.shards import Shards
 from tost_lm.data_prep import build
 from tost_lm.errors import ConfigError, DataError
@@ -72,10 +73,7 @@ def test_weighted_token_files_are_batches_of_their_tokens(built, tmp_path):
     folders = [linked(built, write(tmp_path / name, np.int32, 1, seed), tmp_path / f"shards_{name}")
                for seed, name in enumerate("ab")]  # fmt: skip
     corpora = Corpora(folders, [3.0, 1.0])
-    batches = TrainingBatches(
-        corpora, BatchShard(0, 1, ((0, 16),)), packing="concatenated", seed=0, global_batch_size=100,
-        micro_batch_size=1, seq_len=16, ignored_label=-100,
-    )  # fmt: skip
+    batches = batches_of(corpora, "concatenated", global_batch_size=100, micro_batch_size=1, seq_len=16)
     padding = [-100] * 15
     streams = [np.concatenate([a[:] for a in one.token_arrays("train")]).tolist() + padding for one in corpora.shards]
     names = [one.folder.name for one in corpora.shards]

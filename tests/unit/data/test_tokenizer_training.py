@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builds import prep_config
 
-from tost_lm.config import validate
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import Splitter
 from tost_lm.data.tokenizers import SentencePieceTokenizer
@@ -45,13 +45,9 @@ def write_rows(path: Path, rows: list[str]) -> None:
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
 
 
-def prep_config(source: Path, corpus: dict[str, Any] | None = None, **tokenizer: Any) -> DataPrepConfig:
-    tree = {
-        "corpus": {"source": str(source), "valid_fraction": 0.1, **(corpus or {})},
-        "tokenizer": {"path": str(source.parent / "tokenizer.model"), "vocab_size": 400, **tokenizer},
-        "shards": {"folder": "unused"},
-    }
-    return validate(DataPrepConfig, tree, "test")
+def settings(source: Path, corpus: dict[str, Any] | None = None, **tokenizer: Any) -> DataPrepConfig:
+    tokenizer = {"path": str(source.parent / "tokenizer.model"), "vocab_size": 400, **tokenizer}
+    return prep_config(source, tokenizer=tokenizer, **{"valid_fraction": 0.1, "test_fraction": 0.0, **(corpus or {})})
 
 
 def sample(config: DataPrepConfig) -> Sample:
@@ -75,14 +71,14 @@ def train_texts(config: DataPrepConfig) -> list[str]:
 
 
 def test_the_sample_of_a_small_corpus_is_the_whole_corpus(corpus):
-    config = prep_config(corpus)
+    config = settings(corpus)
     found = sample(config)
     assert sorted(text.decode() for text in found.texts) == sorted(train_texts(config))
     assert found.documents == len(found.texts) < len(TEXTS)
 
 
 def test_a_sample_has_its_size_and_only_training_documents(corpus):
-    config = prep_config(corpus, sample_bytes=20_000)
+    config = settings(corpus, sample_bytes=20_000)
     found = sample(config)
     *whole, last = found.texts
     train = {text.encode() for text in train_texts(config)}
@@ -93,10 +89,10 @@ def test_a_sample_has_its_size_and_only_training_documents(corpus):
 
 
 def test_a_sample_is_uniform(corpus):
-    indices = {text: number for number, text in enumerate(train_texts(prep_config(corpus)))}
+    indices = {text: number for number, text in enumerate(train_texts(settings(corpus)))}
     drawn: list[int] = []
     for seed in range(20):
-        texts = sample(prep_config(corpus, sample_bytes=30_000, seed=seed)).texts[:-1]
+        texts = sample(settings(corpus, sample_bytes=30_000, seed=seed)).texts[:-1]
         drawn += [indices[text.decode()] for text in texts]
         assert len(texts) > 100
     fifths = [0] * 5
@@ -111,15 +107,15 @@ def test_a_sample_does_not_depend_on_order_or_files(corpus, tmp_path):
     for number in range(3):
         write_rows(tmp_path / f"files/{number}.jsonl", shuffled[number::3])
     for most in (10_000_000, 20_000):
-        one, other = (sample(prep_config(source, sample_bytes=most)) for source in (corpus, tmp_path / "files"))
+        one, other = (sample(settings(source, sample_bytes=most)) for source in (corpus, tmp_path / "files"))
         assert one == other
         assert train(one) == train(other)
-        assert sample(prep_config(corpus, sample_bytes=most, seed=1)).texts != one.texts
+        assert sample(settings(corpus, sample_bytes=most, seed=1)).texts != one.texts
 
 
 def test_a_document_larger_than_the_sample_is_cut_between_characters(tmp_path):
     (tmp_path / "one.txt").write_text("é" * 5000)
-    found = sample(prep_config(tmp_path / "one.txt", {"valid_fraction": 0}, sample_bytes=1001))
+    found = sample(settings(tmp_path / "one.txt", {"valid_fraction": 0}, sample_bytes=1001))
     assert found.texts == [("é" * 500).encode()]
 
 
@@ -127,17 +123,17 @@ def test_bad_rows_are_skipped_up_to_the_allowed_fraction(tmp_path):
     path = tmp_path / "corpus.jsonl"
     write_rows(path, TEXTS[:50])
     path.write_text(path.read_text() + '{"text": 7}\nnot JSON\n')
-    found = sample(prep_config(path, {"valid_fraction": 0, "max_bad_fraction": 2 / 52}))
+    found = sample(settings(path, {"valid_fraction": 0, "max_bad_fraction": 2 / 52}))
     assert (found.documents, found.bad_rows) == (50, 2)
     with pytest.raises(
         DataError,
         match=r"corpus\.jsonl, line 51: field 'text' is a number, not a string; 2 of 52 rows cannot be read: correct "
         r"them, or raise corpus\.max_bad_fraction$",
     ):
-        sample(prep_config(path, {"max_bad_fraction": 0.038}))
+        sample(settings(path, {"max_bad_fraction": 0.038}))
     write_rows(path, ["", ""])
     with pytest.raises(DataError, match=r"no training document; add documents or lower corpus\.valid_fraction"):
-        sample(prep_config(path))
+        sample(settings(path))
 
 
 def test_a_corpus_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
@@ -151,7 +147,7 @@ def test_a_corpus_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch
 
     monkeypatch.setattr(train_tokenizer, "sample_texts", changing)
     with pytest.raises(DataError, match=r"^corpus\.source .*jsonl: changed while it was read; run the same"):
-        train_tokenizer.main(None, prep_config(path))
+        train_tokenizer.main(None, settings(path))
     assert [file.name for file in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
@@ -165,12 +161,6 @@ def test_a_lossy_tokenizer_is_refused():
     assert train_tokenizer.check_lossless(SentencePieceTokenizer(model), texts) > 1
     with pytest.raises(DataError, match=r"not lossless: it decodes '.*é.*' as '.*e.*'; nothing was written"):
         train_tokenizer.check_lossless(Lossy(model), texts)
-
-
-def test_training_is_repeatable():
-    first = train_sentencepiece(TEXTS, 400)
-    assert train_sentencepiece(iter(TEXTS), 400) == first
-    assert train_sentencepiece(TEXTS, 401) != first
 
 
 def test_the_largest_vocabulary_of_the_message_can_be_trained():
@@ -239,19 +229,19 @@ def test_a_killed_training_is_reported():
 
 def test_a_record_matches_only_its_settings(tmp_path):
     path = tmp_path / "corpus.jsonl"
-    config = prep_config(path)
+    config = settings(path)
     assert retrain_reason(config, "abc") == "it does not exist yet"
     write_tokenizer(config, "abc", b"a model", 3, 14)
     assert retrain_reason(config, "abc") is None
     assert retrain_reason(config, "abd") == "the corpus or its settings changed"
-    settings: list[dict[str, Any]] = [{"vocab_size": 500}, {"sample_bytes": 9}, {"seed": 1}]
-    for changed in settings:
+    changes: list[dict[str, Any]] = [{"vocab_size": 500}, {"sample_bytes": 9}, {"seed": 1}]
+    for changed in changes:
         (setting,) = changed
         was = getattr(config.tokenizer, setting)
-        assert retrain_reason(prep_config(path, **changed), "abc") == f"{setting} was {was}"
+        assert retrain_reason(settings(path, **changed), "abc") == f"{setting} was {was}"
     for changed in ({"valid_fraction": 0.2}, {"test_fraction": 0.2}, {"split": "nanogpt"}):
         (setting,) = changed
-        assert retrain_reason(prep_config(path, changed), "abc") == f"{setting} was {getattr(config.corpus, setting)}"
+        assert retrain_reason(settings(path, changed), "abc") == f"{setting} was {getattr(config.corpus, setting)}"
     for record in ("[]", "{"):
         record_path(config).write_text(record)
         assert retrain_reason(config, "abc") is not None

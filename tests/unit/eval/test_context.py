@@ -163,6 +163,7 @@ def test_readers_are_right_and_their_controls_are_at_chance(tokenizer: Tokenizer
     assert scores["control_choice_accuracy"] == pytest.approx(task.chance, abs=4 * chance_error)
     assert scores["gain_over_control"] > 0
     assert task.facts(length_of(task)) == {"shots": 9}
+    assert task.identity(settings(shots=[9]))["lengths"] == [9]
     assert [row["condition"] for row in rows[::samples]] == list(task.conditions)
 
 

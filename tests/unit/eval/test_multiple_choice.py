@@ -1,4 +1,4 @@
-"""Multiple choice: prompts, both accuracies, malformed files. The harness's own scores are in tests/unit/interop."""
+"""Multiple choice: both accuracies, malformed files. The harness's prompts and scores are in tests/unit/interop."""
 
 import json
 import math
@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from evaluations import scored
 
-from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
+from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.errors import DataError
 from tost_lm.inference.requests import Likelihoods
-from tost_lm.tasks.scored import Example
 
 HELLASWAG = {
     "ind": 1, "activity_label": "Baking", "ctx_a": "[header] How to bake [title] It is hot.", "ctx_b": "THE cake",
@@ -30,39 +29,12 @@ def write(path: Path, *rows: Any) -> Path:
     return path
 
 
-def texts(example: Example, tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """Context and target of each request."""
-    return [
-        (tokenizer.decode(context.tolist()), tokenizer.decode(target.tolist())) for context, target in example.requests
-    ]
-
-
-@pytest.mark.parametrize(
-    ("data_set", "row", "context", "targets", "answer"),
-    [
-        (
-            "hellaswag",
-            HELLASWAG,
-            "Baking: How to bake. It is hot. The cake",
-            [" is good.", "  runs.", " is short", " no"],
-            2,
-        ),
-        ("arc_easy", ARC, "Question: Which is short?\nAnswer:", [" a page", " a line", " no"], 2),
-        ("arc_challenge", ARC, "Question: Which is short?\nAnswer:", [" a page", " a line", " no"], 2),
-        ("piqa", PIQA, "Question: To bake,\nAnswer:", [" use a page.", " use it"], 0),
-    ],
-)
-def test_prompts(tokenizer, tmp_path: Path, data_set: str, row: Any, context: str, targets: list[str], answer: int):
-    [example] = scored(f"{data_set}@lm-eval").examples(write(tmp_path / "file", row), tokenizer, 100)
-    assert texts(example, tokenizer) == [(context, target) for target in targets]
-    assert example.facts["answer"] == answer
-
-
 def test_a_long_question_loses_its_beginning(tokenizer, tmp_path: Path):
     path = write(tmp_path / "file", PIQA | {"goal": "To bake it, " * 20})
     [example] = scored("piqa@lm-eval").examples(path, tokenizer, 16)
     assert [request.inputs for request in example.requests] == [16, 16]
-    for context, target in texts(example, tokenizer):
+    for request in example.requests:
+        context, target = (tokenizer.decode(ids.tolist()) for ids in request)
         assert context.endswith("\nAnswer:")
         assert target in (" use a page.", " use it")
 

@@ -1,67 +1,21 @@
-"""Held-out scoring: each token once, given the tokens before it in its window, in any batch."""
+"""Totals of held-out scoring, the shards that are scored, and the reuse of results."""
 
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from builds import prep_config
 
 from tost_lm.checkpointing.format import write_checkpoint
-from tost_lm.config import validate
-from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.data_prep.build import build_shards
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
-from tost_lm.inference.ranks import Ranks
-from tost_lm.inference.requests import bootstrap_error, disjoint_windows
+from tost_lm.inference.requests import bootstrap_error
 from tost_lm.tasks.heldout import Heldout
-from tost_lm.tasks.scored import Example, rows_of
-
-EOT = 1
-POSITIONS = 16
-LENGTHS = [1, POSITIONS - 1, POSITIONS, POSITIONS + 1, 2 * POSITIONS + 3, 5]
-
-
-@pytest.fixture
-def documents() -> list[np.ndarray]:
-    draws = np.random.default_rng(0)
-    return [draws.integers(2, 40, length).astype(np.uint16) for length in LENGTHS]
-
-
-def nats(model: Any, documents: list[np.ndarray], batch_tokens: int) -> list[float]:
-    examples = [Example(tuple(disjoint_windows(ids, EOT, POSITIONS)), {"bytes": 3 * len(ids)}) for ids in documents]
-    rows = rows_of(Ranks(), model, Heldout(), examples, batch_tokens)
-    assert [(row["tokens"], row["bytes"]) for row in rows] == [(length, 3 * length) for length in LENGTHS]
-    return [row["nats"] for row in rows]
-
-
-@torch.inference_mode()
-def brute_force(model, document: np.ndarray) -> float:
-    """A forward pass for every token, from the first input of its window on."""
-    inputs = [EOT, *document.tolist()]
-    nats = 0.0
-    for i, token in enumerate(document.tolist()):
-        before = inputs[i - i % POSITIONS : i + 1]
-        nats -= torch.log_softmax(model(torch.tensor([before])).logits[0, -1], dim=-1)[token].item()
-    return nats
-
-
-@pytest.mark.parametrize("pattern", ["T", "A"])
-def test_scores_equal_a_pass_for_every_token(make_model, documents, pattern):
-    model = make_model(pattern).double()
-    expected = [brute_force(model, document) for document in documents]
-    np.testing.assert_allclose(nats(model, documents, 40), expected, rtol=1e-9)
-
-
-@pytest.mark.parametrize("batch_tokens", [1, 32, 1000])
-def test_scores_do_not_depend_on_the_batch(make_model, documents, batch_tokens):
-    model = make_model().double()
-    np.testing.assert_allclose(nats(model, documents, batch_tokens), nats(model, documents, 50), rtol=1e-12)
 
 
 def test_totals_have_their_denominators():
@@ -97,12 +51,9 @@ def test_shards_of_another_tokenizer_are_rejected(run_folder: Path, shards, make
 
 def test_shards_without_held_out_documents_are_rejected(run_folder: Path, tmp_path: Path, tokenizer: Tokenizer):
     (tmp_path / "corpus.jsonl").write_text('{"text": "Every page is trained on."}\n')
-    tree = {
-        "corpus": {"source": str(tmp_path / "corpus.jsonl"), "valid_fraction": 0},
-        "tokenizer": {"path": "unused", "vocab_size": 330},
-        "shards": {"folder": str(tmp_path / "shards"), "workers": 1},
-    }
-    build_shards(validate(DataPrepConfig, tree, "test"), tokenizer)
+    build_shards(
+        prep_config(tmp_path / "corpus.jsonl", tmp_path / "shards", valid_fraction=0, test_fraction=0), tokenizer
+    )
     with pytest.raises(DataError, match=rf"^{tmp_path}/shards: its valid split is empty; .*heldout\.shards=FOLDER"):
         EvaluatedCheckpoint.find(run_folder).open_shards(str(tmp_path / "shards"))
 

@@ -86,12 +86,6 @@ def with_a_whole_file(folder: Path) -> None:
     save_file(load_file(folder / "model-00001-of-00004.safetensors"), folder / "model.safetensors")
 
 
-def with_a_weight_twice(folder: Path) -> None:
-    first, second = (folder / f"model-0000{n}-of-00004.safetensors" for n in (1, 2))
-    name, weight = next(iter(load_file(first).items()))
-    save_file(load_file(second) | {name: weight}, second, {"format": "pt"})
-
-
 def indexed(index: Any) -> Callable[[Path], object]:
     return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
@@ -120,7 +114,9 @@ def test_weights_that_an_index_does_not_describe_are_refused(
 
 def test_a_weight_in_two_files_is_refused(tmp_path: Path):
     write_theirs(tmp_path, shard="20KB")
-    with_a_weight_twice(tmp_path)
+    first, second = (tmp_path / f"model-0000{n}-of-00004.safetensors" for n in (1, 2))
+    name, weight = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {name: weight}, second, {"format": "pt"})
     with pytest.raises(
         CheckpointError, match=r"00002-of-00004\.safetensors: \S+ is in another file, too; remove the fi"
     ):

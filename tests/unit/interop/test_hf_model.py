@@ -154,6 +154,7 @@ def test_training_with_labels_returns_no_logits():
     assert model(tokens).logits.shape == (2, 5, VOCAB)
 
 
+@pytest.mark.quick
 @KNOWN
 def test_padding_has_no_effect_at_any_place(settings: dict[str, Any]):
     model, tokens = make(**settings), random_ids(4, 11)
@@ -180,15 +181,6 @@ def test_cached_generation_equals_uncached(settings: dict[str, Any], options: di
         assert torch.equal(generated(model, tokens, mask, **options), uncached)
         for chunk in (3, 50):
             assert torch.equal(generated(model, tokens, mask, prefill_chunk_size=chunk, **options), uncached)
-
-
-@pytest.mark.quick
-@KNOWN
-def test_left_padded_rows_equal_single_rows(settings: dict[str, Any]):
-    model, tokens = make(**settings), random_ids(3, 11)
-    together = generated(model, tokens, LEFT_PADDED)
-    for n, mask in enumerate(LEFT_PADDED.bool()):
-        assert torch.equal(together[n : n + 1], generated(model, tokens[n : n + 1, mask]))
 
 
 @KNOWN

@@ -18,22 +18,8 @@ from tost_lm.tasks.data_sets import DATA_SETS
 from tost_lm.tasks.scored import rows_of
 
 WORDS = [
-    "the",
-    "lines",
-    "Page",
-    "say",
-    "little.",
-    "They",
-    "do?",
-    "of",
-    "this",
-    "short",
-    "No.",
-    "é",
-    "文",
-    "it's",
-    "(so)",
-]
+    "the", "lines", "Page", "say", "little.", "They", "do?", "of", "this", "short", "No.", "é", "文", "it's", "(so)",
+]  # fmt: skip
 FILES = {
     "hellaswag": "hellaswag/hellaswag.yaml",
     "arc_easy": "arc/arc_easy.yaml",
@@ -84,7 +70,7 @@ def piqa(draws: random.Random) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("data_set", "make_rows", "window"),
-    [("hellaswag", hellaswag, 256), ("arc_easy", arc, 256), ("arc_challenge", arc, 32), ("piqa", piqa, 256)],
+    [("hellaswag", hellaswag, 256), ("arc_easy", arc, 256), ("arc_challenge", arc, 48), ("piqa", piqa, 256)],
 )
 def test_scores_are_those_of_the_harness(
     make_export: Callable[..., Path],

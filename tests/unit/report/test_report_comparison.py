@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tost_lm.config import differences, leaves, to_toml, validate
@@ -17,7 +16,7 @@ from tost_lm.page import Page, to_markdown
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.report import write_comparison
 from tost_lm.report.comparison import comparison_sections
-from tost_lm.report.record import Mean, compared_settings, group_runs, read_runs
+from tost_lm.report.record import compared_settings, group_runs, read_runs
 from tost_lm.tasks.grid import ACCURACIES
 from tost_lm.tasks.heldout import NAME as HELDOUT
 from tost_lm.tasks.needle import NAME as NEEDLE
@@ -216,16 +215,6 @@ def test_retrieval_has_a_column_for_each_group(two_groups):
     text, _ = compare(a, b, c)
     assert "results of vt@own-words in group 1 have no mean: the steps differ" in text
     assert table(text, "Scores by length")[3] == ["vt@own-words", "1,024", "10%", "–", "40.0% (4.0%)"]
-
-
-def test_the_standard_error_is_over_the_runs():
-    values = np.random.default_rng(0).normal(size=5).tolist()
-    mean = Mean.of([*values, None])
-    assert mean is not None
-    assert mean.count == 5
-    assert mean.value == pytest.approx(sum(values) / 5)
-    assert mean.error == pytest.approx((sum((value - mean.value) ** 2 for value in values) / 4 / 5) ** 0.5)
-    assert Mean.of([None]) is None
 
 
 def test_runs_are_compared_at_their_last_common_step(make_run):
