@@ -62,6 +62,9 @@ def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
     """
     if obstacle := obstacle_to_tensor_ranks(model.config, axis.size):
         raise ConfigError(obstacle)
+    # In place of the buffer of megatron-core's parallel_state, which would create groups of its own.
+    buffer = utils.GlobalMemoryBuffer()
+    tensor_parallel.layers.get_global_memory_buffer = lambda: buffer
     residual = Residual(axis)
     with torch.device("meta"):  # megatron-core's layers start with weights of their own
         embedding = VocabularyEmbedding(model.embedding, residual)
