@@ -67,6 +67,8 @@ def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeouts: Timeout
     timeouts = timeouts or Timeouts()
     timeout = timedelta(seconds=timeouts.collective)
     if kind == "cuda":
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the variable, which the user may have set
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"no GPU for local rank {local_rank}: this node has {torch.cuda.device_count()} GPUs; "
