@@ -336,7 +336,7 @@ def _train_in_turns(axis: str, model: Mapping[str, Any], tokens: int, rounds: in
         steps[TOGETHER]()
     with Traffic() as alone_traffic:
         steps[ALONE]()
-    assert {sent.group for sent in alone_traffic.sent} == {alone.data.group.group_name}
+    assert {sent.group for sent in alone_traffic.sent} == {alone.replicas.group.group_name}
 
     seconds: dict[str, list[float]] = {kind: [] for kind in steps}
     exchange_fractions = []
@@ -355,7 +355,7 @@ def _train_in_turns(axis: str, model: Mapping[str, Any], tokens: int, rounds: in
 
 def _meshes(world: World, axis: str) -> tuple[Mesh, Mesh]:
     """A mesh of all ranks along one axis, and one of each rank alone."""
-    itself = build_mesh(world, ParallelConfig(sequence=world.size)).data
+    itself = build_mesh(world, ParallelConfig(tensor=world.size)).replicas
     axes = {axis: world.size} if axis in (SEQUENCE, TENSOR) else {}
     together = build_mesh(world, validate(ParallelConfig, axes, "benchmarks.parallel"))
     return together, Mesh(itself, itself, itself, itself, world.device, itself)

@@ -143,9 +143,11 @@ def _rank_main(
     import torch.distributed as dist
 
     from tost_lm.config import load_config
+    from tost_lm.parallel import timeouts
     from tost_lm.pretrain.commands.train import run
     from tost_lm.pretrain.settings import PretrainConfig
 
+    timeouts.WRITE_S = 0.0  # tests wait for phases that are much shorter than a second
     torch.set_num_threads(1)
     inject(rank)
     if memory_bytes:

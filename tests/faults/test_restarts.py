@@ -17,15 +17,23 @@ from test_stopped_runs import curve
 from tost_lm.parallel.watchdog import read_heartbeats
 
 CHECKOUT = Path(__file__).parents[2]
+PROGRAM = """
+from tost_lm.parallel import timeouts
+from tost_lm.pretrain.commands.train import run
+
+timeouts.WRITE_S = 0.0  # the test waits for steps
+run()
+"""
 KILLS = int(os.environ.get("KILLS", "20"))
 
 
 def launch(folder: Path, *words: str) -> subprocess.Popen[bytes]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={KILLS}"]
+    torchrun += ["--no-python", sys.executable, "-c", PROGRAM]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     with (folder / "stderr").open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, *torchrun, "-m", "tost_lm.pretrain.commands.train", "run.toml", *words],
+            [sys.executable, *torchrun, "run.toml", *words],
             cwd=folder,
             env=environment,
             stdout=subprocess.DEVNULL,

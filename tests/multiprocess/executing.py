@@ -2,7 +2,7 @@
 
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -33,10 +33,15 @@ class Executed(NamedTuple):
 
 def executed(settings: Settings, world: int, ranks: Iterable[int], **changed: Any) -> list[Executed]:
     """The steps of these ranks. `changed`: names in `tost_lm.parallel.sequence`."""
+    return in_process(_execute, settings, world, [*ranks], changed)
+
+
+def in_process(fn: Callable[..., Any], *args: Any) -> Any:
+    """The result of `fn` in a process without a process group."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, context) as process:
-        return process.submit(_execute, settings, world, [*ranks], changed).result()
+        return process.submit(fn, *args).result()
 
 
 def _execute(settings: Settings, world: int, ranks: list[int], changed: dict[str, Any]) -> list[Executed]:

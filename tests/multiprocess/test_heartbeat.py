@@ -68,7 +68,23 @@ def test_a_reader_finds_only_whole_lines_while_a_rank_writes(tmp_path: Path):
     assert all(list(beat) == [0] for beat in beats)
 
 
-def test_a_heartbeat_survives_changes_of_its_folder(tmp_path: Path):
+def test_quick_steps_write_one_heartbeat_a_second_and_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    writes, began = list[bytes](), time.monotonic()
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, line, at: writes.append(line) or pwrite(file, line, at))
+    heartbeat = Heartbeat(tmp_path, 0)
+    for step in range(1000):
+        heartbeat.record(step, "reading")
+        heartbeat.record(step, "training")
+    while read_heartbeats(tmp_path)[0] != heartbeat.last:
+        assert time.monotonic() < began + 10
+    assert len(writes) <= 2 + (time.monotonic() - began) / timeouts.WRITE_S
+    heartbeat.record(1000, "saving")
+    assert read_heartbeats(tmp_path)[0][3:5] == (1000, "saving")
+
+
+def test_a_heartbeat_survives_changes_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timeouts, "WRITE_S", 0.0)
     folder = tmp_path / "heartbeats"
     folder.mkdir()
     (folder / "rank_00000.json").write_text("a file of an earlier launch" * 9)

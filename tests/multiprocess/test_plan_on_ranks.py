@@ -1,15 +1,20 @@
 """Memory and messages of the plan and of ranks on fake tensors, beside those of ranks that train."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from all_to_alls import by_all_to_alls
-from executing import KINDS, executed
+from executing import KINDS, executed, in_process
+from fake_rank import fake_world
 from memory_of_training import Measured, Settings, settings_of, train_measured
 from other_forms import OTHER_FORMS
+from torch.distributed import distributed_c10d
 
 from tost_lm.config import validate
 from tost_lm.mixers import spec as mixer_spec
+from tost_lm.parallel import mesh
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.plan import activations as plan_activations
 from tost_lm.pretrain.plan import traffic
@@ -135,3 +140,33 @@ def assert_sent_as_planned(measured: Measured, settings: Settings) -> None:
 def planned(settings: Settings) -> PlanConfig:
     model_ranks = validate(ParallelConfig, settings["parallel"], "test").model_ranks
     return validate(PlanConfig, {**settings, "cluster": {"gpus_per_node": model_ranks}}, "test")
+
+
+def groups_of(rank: int, size: int, layouts: list[ParallelConfig]) -> list[tuple[dict[str, list[int]], int]]:
+    """For each layout, the ranks in each group of a rank, on nodes of eight, and how many groups it has created."""
+    found, helper = [], distributed_c10d._new_process_group_helper
+    for layout in layouts:
+        with (
+            fake_world(rank, size) as world,
+            patch.object(distributed_c10d, "_new_process_group_helper", wraps=helper) as create,
+            patch.object(mesh, "all_gather_object", lambda _: [rank // 8 for rank in range(size)]),
+        ):
+            axes = mesh.build_mesh(world, layout)._asdict()
+            groups = {name: axes[name].group for name in ("tensor", "sequence", "data", "replicas", "node")}
+            groups = {name: group for name, group in groups.items() if group}
+            assert all(dist.get_rank(group) == axes[name].rank for name, group in groups.items())
+            found.append(({name: dist.get_process_group_ranks(groups[name]) for name in groups}, create.call_count))
+    return found
+
+
+def test_a_rank_of_many_creates_only_the_groups_that_it_communicates_over():
+    layouts = [ParallelConfig(), ParallelConfig(sequence=1024), ParallelConfig(tensor=2, sequence=16)]
+    everyone, node = [*range(1024)], [*range(696, 704)]
+    assert in_process(groups_of, 701, 1024, layouts) == [
+        ({"replicas": everyone, "node": node}, 1),
+        ({"sequence": everyone, "replicas": everyone, "node": node}, 2),
+        (
+            {"tensor": [700, 701], "sequence": [*range(673, 704, 2)], "replicas": [*range(1, 1024, 2)], "node": node},
+            4,
+        ),
+    ]

@@ -113,6 +113,35 @@ def test_an_error_of_all_ranks_is_printed_once(workplace: Path, words: list[str]
     assert re.fullmatch(r"error: nowhere.*\n", errors)
 
 
+IMPORTED = """
+import sys
+from pathlib import Path
+from tost_lm.pretrain.loggers import Logger, register
+
+class Modules(Logger):
+    def __init__(self, launch, settings):
+        pass
+
+    def log(self, row):
+        pass
+
+    def close(self):
+        Path("modules").write_text(" ".join(sys.modules))
+
+register(Modules)
+"""
+
+
+def test_sequence_ranks_import_neither_megatron_nor_transformers(workplace: Path):
+    (workplace / "imported.py").write_text(IMPORTED)
+    words = ["train", "run.toml", "train.steps=1", "launch.ranks=2", "parallel.sequence=2"]
+    with launched(*words, 'run.loggers=["imported.py"]', cwd=workplace) as process:
+        _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, errors
+    imported = {"torch", "deepspeed", "megatron", "transformers"} & {*(workplace / "modules").read_text().split()}
+    assert imported == {"torch", "deepspeed"}
+
+
 STAGES = 'stages=[{name="long", from_step=1}]'
 TRAP = "from pathlib import Path\nPath('ran').open('a').write(__name__)\nraise ImportError\n"
 

@@ -206,7 +206,7 @@ def test_a_missing_extra_is_one_line_with_the_fix(python: Path, folder: Path, tm
     programs = {
         ("lm-eval", "ls", "tasks"): f"lm-evaluation-harness is not installed; {install_hint('lm-eval')}",
         ("generate", folder, "parallel.tensor=2"): (
-            f"evaluation on several ranks needs megatron-core; {install_hint('train')}"
+            f"parallel.tensor 2 needs megatron-core; {install_hint('train')}, or set it to 1"
         ),
     }
     for words, line in programs.items():

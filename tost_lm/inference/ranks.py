@@ -157,5 +157,7 @@ def check_layout(parallel: RanksConfig, size: int, copies: bool) -> None:
             f"{size} {'rank' if size == 1 else 'ranks'} of this launch; set them so that their product "
             f"{'divides' if copies else 'is'} {size}, or set launch.ranks to {needed}"
         )
-    if size > 1 and not find_spec("megatron"):
-        raise ConfigError(f"evaluation on several ranks needs megatron-core; {install_hint('train')}")
+    if parallel.tensor > 1 and not find_spec("megatron"):
+        raise ConfigError(
+            f"parallel.tensor {parallel.tensor} needs megatron-core; {install_hint('train')}, or set it to 1"
+        )

@@ -1,5 +1,5 @@
 """The process group of a run (NCCL on GPUs, gloo elsewhere; one rank without a launcher); the device mesh of tensor,
-sequence and data axes, from megatron-core's process groups; and the model's collectives, each over an explicit axis.
+sequence and data axes; and the model's collectives, each over an explicit axis.
 
 They are torch's functional collectives: asynchronous operators of the dispatcher. So tests can count them, and
 selective activation checkpointing keeps their results. (Recomputation does repeat megatron-core's own collectives.)
@@ -71,6 +71,8 @@ def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeouts: Timeout
     timeouts = timeouts or Timeouts()
     timeout = timedelta(seconds=timeouts.collective)
     if kind == "cuda":
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the variable, which the user may have set
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"no GPU for local rank {local_rank}: this node has {torch.cuda.device_count()} GPUs; "
@@ -193,7 +195,7 @@ class Mesh(NamedTuple):
     sequence: Axis
     """Ranks with different tokens of the same sequences."""
     data: Axis
-    """Ranks with different sequences."""
+    """Ranks with different sequences. It has no process group: they communicate as replicas."""
     replicas: Axis
     """data × sequence: ranks with the same weights. Gradients are averaged and ZeRO partitions over them."""
     device: torch.device
@@ -207,35 +209,24 @@ class Mesh(NamedTuple):
 
 
 def build_mesh(world: World, parallel: ParallelConfig) -> Mesh:
-    """The axes of this rank; the process group must be initialized.
+    """The axes of this rank; the process group must be initialized, and all ranks call it together.
 
-    Pure data parallelism does not import megatron-core, which takes seconds.
+    A rank creates only the groups that it is in and communicates over. That of sequence ranks is not the one of
+    replicas even if both cover all ranks: on a GPU, exchanges would wait for the gradients that overlap the backward.
 
     Raises:
         ConfigError: tensor × sequence does not divide the world size.
     """
-    data = parallel.data_ranks(world.size)
-    if parallel.tensor * parallel.sequence == 1:
-        whole, alone = Axis(world.rank, data, dist.group.WORLD), Axis(0, 1, None)
-        return Mesh(alone, alone, whole, whole, world.device, _node(world))
-    from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        context_parallel_size=parallel.sequence,
-        create_gloo_process_groups=False,
-        distributed_timeout_minutes=world.timeout / timedelta(minutes=1),  # pyright: ignore[reportArgumentType]
-    )
-    return Mesh(
-        tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
-        sequence=_axis(parallel_state.get_context_parallel_group()),
-        data=_axis(parallel_state.get_data_parallel_group()),
-        replicas=_axis(parallel_state.get_data_parallel_group(with_context_parallel=True)),
-        device=world.device,
-        node=_node(world),
-    )
+    data, copy = parallel.data_ranks(world.size), parallel.tensor * parallel.sequence
+    tensor = sequence = Axis(0, 1, None)
+    t, d = world.rank % parallel.tensor, world.rank // copy
+    replicas = _all(world)
+    if parallel.tensor > 1:
+        tensor = _axis("tensor", range(world.rank - t, world.rank - t + parallel.tensor), world)
+        replicas = _axis("replicas", range(t, world.size, parallel.tensor), world)
+    if parallel.sequence > 1:
+        sequence = _axis("sequence", range(d * copy + t, (d + 1) * copy, parallel.tensor), world)
+    return Mesh(tensor, sequence, Axis(d, data, None), replicas, world.device, _node(world))
 
 
 def deepspeed_mpu(mesh: Mesh) -> SimpleNamespace:
@@ -253,16 +244,21 @@ def deepspeed_mpu(mesh: Mesh) -> SimpleNamespace:
     )
 
 
-def _axis(group: Any) -> Axis:
-    return Axis(dist.get_rank(group), dist.get_world_size(group), group)
+def _axis(name: str, ranks: Sequence[int], world: World) -> Axis:
+    """Each rank calls it with the ranks of its own group. The groups have no rank in common and together hold all,
+    which NCCL needs: it splits the communicator of all ranks."""
+    group = dist.new_group(ranks, world.timeout, use_local_synchronization=True, group_desc=name)
+    return Axis(ranks.index(world.rank), len(ranks), group)
+
+
+def _all(world: World) -> Axis:
+    return Axis(world.rank, world.size, dist.group.WORLD)
 
 
 def _node(world: World) -> Axis:
     hosts = all_gather_object(socket.gethostname())
-    nodes = [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
-    if len(nodes) == 1:
-        return Axis(world.rank, world.size, dist.group.WORLD)
-    return _axis(dist.new_subgroups_by_enumeration(nodes, timeout=world.timeout)[0])
+    ranks = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+    return _all(world) if len(ranks) == world.size else _axis("node", ranks, world)
 
 
 Pending = Callable[[], Tensor]

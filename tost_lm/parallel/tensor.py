@@ -49,6 +49,9 @@ def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
         vars(torch_on_cpu).update(vars(torch), cuda=cuda)
         for module in (tensor_parallel.layers, tensor_parallel.mappings, utils):
             vars(module)["torch"] = torch_on_cpu
+    # In place of the buffer of megatron-core's parallel_state, which would create groups of its own.
+    buffer = utils.GlobalMemoryBuffer()
+    tensor_parallel.layers.get_global_memory_buffer = lambda: buffer
     residual = Residual(axis)
     with torch.device("meta"):  # megatron-core's layers start with weights of their own
         embedding = VocabularyEmbedding(model.embedding, residual)

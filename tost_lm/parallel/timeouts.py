@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 POLL_S = 0.05  # between two looks at the store while a rank waits for the line
 CHECK_S = 0.25  # between two checks for lost ranks
+WRITE_S = 1.0  # between two writes of a heartbeat to its file, unless a phase begins that not every step has
 ANSWER_S = 1.25  # for a rank to answer: it takes CHECK_S on a machine that is not busy
 READ_S = 0.15  # for the other ranks to read the line before the store ends with this process
 EXIT_S = 0.35  # for the main thread to raise the line before its process is ended

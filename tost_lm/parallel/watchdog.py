@@ -104,13 +104,30 @@ class Heartbeat:
         self.folder = folder
         self.last = HeartbeatRecord(rank, socket.gethostname(), os.getpid(), 0, "building", time.time())
         self.recorded_at = time.monotonic()
+        self._written_at, self._is_to_be_written, self._writing = -math.inf, False, threading.Lock()
 
     def record(self, step: int, phase: Phase) -> None:
-        """Record progress at each step and change of phase. Takes about 20 µs, without fsync."""
+        """Record progress at each step and change of phase.
+
+        The file has it at once if this begins a phase that not every step has. Else it is written once in WRITE_S, in
+        this call or by a thread, with the newest record: thousands of ranks share a file system.
+        """
+        is_rare = phase not in (self.last.phase, "reading", "training")
         self.recorded_at = time.monotonic()
         self.last = self.last._replace(step=step, phase=phase, time=round(time.time(), 3))
-        line = json.dumps(self.last._asdict()).ljust(LINE_BYTES - 1) + "\n"
-        with suppress(OSError):  # the file is only informative: whoever must write reports a full or lost disk
+        wait_s = self._written_at + timeouts.WRITE_S - self.recorded_at
+        if is_rare or wait_s <= 0:
+            self._write()
+        elif not self._is_to_be_written:
+            self._is_to_be_written, writer = True, threading.Timer(wait_s, self._write)
+            writer.daemon = True
+            writer.start()
+
+    def _write(self) -> None:
+        """Takes about 20 µs, without fsync."""
+        with self._writing, suppress(OSError):  # informative only: whoever must write reports a full or lost disk
+            self._is_to_be_written = False  # before the record is read: a later one then starts another thread
+            line = json.dumps(self.last._asdict()).ljust(LINE_BYTES - 1) + "\n"
             if not self.folder.exists():  # at the start; not its run folder, which may have been moved
                 self.folder.mkdir(exist_ok=True)
             # In place: replacing a file by renaming costs 1 ms on ext4, which writes its blocks at once.
@@ -120,6 +137,7 @@ class Heartbeat:
                 os.pwrite(file, line.encode(), 0)
             finally:
                 os.close(file)
+            self._written_at = time.monotonic()
 
 
 def read_heartbeats(folder: Path) -> dict[int, HeartbeatRecord]:

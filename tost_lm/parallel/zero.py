@@ -243,7 +243,7 @@ def build_engine(
         "steps_per_print": 2**62,
         "timers": {"throughput": {"enabled": False}},  # it synchronizes the device in each micro-batch
     }
-    mpu = deepspeed_mpu(mesh) if mesh.tensor.group is not None else None
+    mpu = None if mesh.replicas.group is dist.group.WORLD else deepspeed_mpu(mesh)
     with _local_rank(), contextlib.redirect_stdout(io.StringIO()):  # memory reports of the bf16 optimizer
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     if isinstance(engine.optimizer, BF16_Optimizer):

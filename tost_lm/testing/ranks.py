@@ -22,13 +22,7 @@ from tost_lm.torch_internals import TorchDispatchMode, argument_names, pytree
 GRACE_S = 10.0
 """Time to exit that other ranks have after one failed."""
 # tost_lm.parallel.mesh silences the warnings of megatron-core's import.
-PRELOADED = [
-    "torch",
-    "deepspeed",
-    "tost_lm.parallel.mesh",
-    "megatron.core.parallel_state",
-    "megatron.core.tensor_parallel",
-]
+PRELOADED = ["torch", "deepspeed", "tost_lm.parallel.mesh", "megatron.core.tensor_parallel"]
 
 
 def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
