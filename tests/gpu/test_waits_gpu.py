@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_prefetch import batches_of, read
+from test_prefetch import batches_in, read
 
 from benchmarks.engine import engine_of
 from tost_lm.config import validate
@@ -48,7 +48,7 @@ def test_packed_documents_wait_for_nothing(tile_tokens: int | None):
 
 
 def test_batches_come_through_pinned_memory_without_a_wait(tmp_path: Path):
-    batches, device = batches_of(tmp_path), torch.device(DEVICE, torch.cuda.current_device())
+    batches, device = batches_in(tmp_path), torch.device(DEVICE, torch.cuda.current_device())
     assert _on_host(batches[0], device).tokens.is_pinned()
     torch.cuda.set_sync_debug_mode("error")
     try:

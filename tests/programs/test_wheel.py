@@ -139,14 +139,27 @@ def python(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "export"
+    write_model(path)
+    return path
+
+
+def write_model(folder: Path) -> None:
     """A model folder."""
     tokenizer = SentencePieceTokenizer(train_sentencepiece(["The lines of this page are short. " * 9] * 40, 290))
     tree = {"pattern": "TA", "layers": 2, "heads": 2, "width": 16, "softmax": {"window": 16}, "vocab_size": 290}
     torch.manual_seed(0)
     model = TostLM(validate(ModelConfig, tree | {"max_positions": 1024}, "test"))
-    path = tmp_path_factory.mktemp("model") / "export"
-    write_checkpoint(path, model.config, model.state_dict(), tokenizer)
-    return path
+    write_checkpoint(folder, model.config, model.state_dict(), tokenizer)
+
+
+def check_generation(python: Path, folder: Path) -> None:
+    """The printed text equals the stored one, and no commit is recorded."""
+    printed = start(python, "-c", TOST, "generate", folder, "The lines", "sample.tokens=20", cwd=folder.parent)
+    results = json.loads((folder / "eval/sample/results.json").read_text())
+    assert printed.startswith(f"The lines{results['text']}\nstate after the prompt of ")
+    assert 0 < results["tokens"] <= 20
+    assert results["commit"] is None
 
 
 def contents(wheel: Path) -> dict[str, bytes]:
@@ -183,11 +196,7 @@ def test_the_wheel_loads_scores_and_generates_without_the_checkout(
     ours, theirs = (torch.load(tmp_path / name) for name in ("installed.pt", "checkout.pt"))
     assert all(map(torch.equal, ours, theirs))
 
-    printed = start(python, "-c", TOST, "generate", folder, "The lines", "sample.tokens=20", cwd=folder.parent)
-    results = json.loads((folder / "eval/sample/results.json").read_text())
-    assert printed.startswith(f"The lines{results['text']}\nstate after the prompt of ")
-    assert 0 < results["tokens"] <= 20
-    assert results["commit"] is None  # it is not recorded
+    check_generation(python, folder)
     printed = start(python, "-c", TOST, "convert", "--help", cwd=tmp_path)
     assert "usage: tost convert SOURCE" in printed
     assert (
