@@ -207,5 +207,5 @@ def timeouts_of_groups(layouts: list[ParallelConfig]) -> set[float]:
 
 
 def test_every_process_group_has_the_timeout_of_the_run():
-    layouts = [ParallelConfig(), ParallelConfig(sequence=2), ParallelConfig(tensor=2, zero_stage=3)]
+    layouts = [ParallelConfig(), ParallelConfig(tensor=2, zero_stage=3), ParallelConfig(sequence=2)]
     assert run_on_ranks(timeouts_of_groups, 4, layouts) == [{Timeouts().collective}] * 4

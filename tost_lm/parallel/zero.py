@@ -3,7 +3,7 @@
 DeepSpeed's private and undocumented names, of which a new version may change any. Beside this module, `zero_step.py`
 uses others.
 
-    groups._WORLD_GROUP, ops.__compatible_ops__                                  timeout and compilation at the start
+    groups._WORLD_GROUP, .mpu, ops.__compatible_ops__                            timeout and compilation at the start
     optimizer._hp_optimizer_states_linked, ._lazy_init_hp_params_optimizer_state state at stages 1 and 2
     optimizer.fp32_partitioned_groups_flat                                       partitions at stage 3
     parameter.ds_id, .ds_tensor, .ds_numel, .ds_process_group                    partitions at stage 3
@@ -322,4 +322,5 @@ def _import_deepspeed(device: str) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     groups._WORLD_GROUP = dist.group.WORLD  # DeepSpeed's clone of it would have torch's default timeout
+    groups.mpu = None  # that of an earlier engine
     return deepspeed
