@@ -56,7 +56,7 @@ def short_conv(
     before_NPC = _or_zeros(initial_NPC, x_BTC, P, len(local.whole_lengths))
     added_nPC = torch.stack([_last(pad(x_tC, (0, 0, P, 0)), P) for x_tC in x_BTC.flatten(0, 1).split(local.lengths)])
     before_nPC, final_NPC = exchange(shard, local, Shift, before_NPC, added_nPC, per_document=per_document)
-    y_BTC, _ = convolve(x_BTC, weight_CK, before_nPC, local, False)
+    y_BTC, _ = convolve(x_BTC, weight_CK, before_nPC, local, output_final_state=False)
     return y_BTC, final_NPC if output_final_state else None
 
 

@@ -102,22 +102,25 @@ class StopOfRanks:
         return REASONS[max(number for number, count in enumerate(votes) if count)]
 
     def after_step(self) -> str:
-        """The same of a step without votes, after a comparison of the ranks."""
-        return REASONS[self._begin(self._vote_of_step())()]
+        """The reason of any rank after a step in which nothing was reduced."""
+        return self._compare(self._vote_of_step())()
 
     def begin_check(self) -> Callable[[], None]:
-        """Called by all ranks between two micro-batches; the GPU's queue grows meanwhile. The function that is returned
-        ends the comparison of the ranks. It raises StopRequestedError."""
-        read = self._begin(self._vote())
+        """Start to compare the ranks, all of which call it between two micro-batches.
+
+        Returns:
+            A function that waits for the result. It raises StopRequestedError.
+        """
+        compared = self._compare(self._vote())
 
         def end() -> None:
-            if reason := REASONS[read()]:
+            if reason := compared():
                 raise StopRequestedError(reason)
 
         return end
 
     def check(self) -> None:
-        """The same without a pause."""
+        """Compare the ranks, all of which call it. Raises StopRequestedError."""
         self.begin_check()()
 
     def while_waiting(self) -> None:
@@ -128,7 +131,7 @@ class StopOfRanks:
 
     def reason(self) -> str:
         """The reason of any rank, the same on all of them; empty: continue."""
-        return REASONS[self._begin(self._vote())()]
+        return self._compare(self._vote())()
 
     def _vote_of_step(self) -> int:
         """One reason may be that the time left is too short for another step."""
@@ -144,10 +147,11 @@ class StopOfRanks:
         """
         return REASONS.index(self._graceful_stop.requested(seconds_needed + 2 * self._save_seconds()))
 
-    def _begin(self, vote: int) -> Callable[[], int]:
+    def _compare(self, vote: int) -> Callable[[], str]:
         from tost_lm.parallel.mesh import begin_max_over_ranks
 
-        return begin_max_over_ranks(vote) if self._ranks > 1 else lambda: vote
+        read = begin_max_over_ranks(vote) if self._ranks > 1 else lambda: vote
+        return lambda: REASONS[read()]
 
 
 def launched_ago() -> float:

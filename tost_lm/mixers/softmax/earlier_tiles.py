@@ -92,9 +92,8 @@ def _next_state(kv_BGTE: Tensor, state: KeyValueTiles | None, info: SequenceInfo
         lengths = tuple(max(0, end - max(start, begin)) for start, end in zip(starts, ends, strict=True))
     here = lengths[info.shard.split.rank if info.shard else 0]
     others = kv_BGTE.shape[2] - here
-    added = TileKeys(
-        kv_BGTE[:, :, others:].clone() if others else kv_BGTE, lengths=lengths
-    )  # frees the memory of others
+    kv_BGtE = kv_BGTE[:, :, others:].clone() if others else kv_BGTE  # a copy frees the memory of others
+    added = TileKeys(kv_BGtE, lengths=lengths)
     return KeyValueTiles((*(state.tiles if state is not None and not begin else ()), added))
 
 
