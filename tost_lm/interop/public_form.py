@@ -331,6 +331,7 @@ class PublicForm:
             ours |= LAYERS[letter].values(config)
         ours["pattern"] = "".join(sorted(set(config.pattern)))
         supported = SETTINGS | self._of_layers("settings") | self.settings
+        supported["softmax.head_size"] = config.width // config.heads
         if self.partial_rotary or config.rotary is None:
             supported.pop("softmax.rotary_fraction")
         of_theirs: dict[str, Any] = {}

@@ -362,7 +362,7 @@ def test_strange_and_damaged_weights_are_named(tmp_path: Path):
 def test_a_model_of_another_form_is_not_written(tmp_path: Path):
     tree = {
         "preset": "delta-350m", "layers": 4, "width": 32, "heads": 2, "vocab_size": 64, "norm_after": "",
-        "softmax": {"kv_heads": 2, "qk_norm": True},
+        "softmax": {"kv_heads": 2, "qk_norm": True, "head_size": 8},
     }  # fmt: skip
     tokenizer = made(byte_level())
     with pytest.raises(ConfigError) as error:
@@ -370,6 +370,7 @@ def test_a_model_of_another_form_is_not_written(tmp_path: Path):
     assert str(error.value).splitlines() == [
         "model.norm_after '': OlmoHybridForCausalLM only has 'A'; this model cannot be converted",
         "model.softmax.qk_norm True: OlmoHybridForCausalLM only has 'all-heads'; this model cannot be converted",
+        "model.softmax.head_size 8: OlmoHybridForCausalLM only has 16; this model cannot be converted",
     ]
     assert not (tmp_path / "new").exists()
 
