@@ -136,11 +136,11 @@ def servers(_: str) -> str:
     found = {(row["server"], row["form"], row["tokenizer"]): row for row in rows if "equal" in row}
     keys = dict.fromkeys([*((form, "SentencePiece") for form in classes), *(key[1:] for key in found)])
     cells = [
-        (f"`{form}`", tokenizer, f"`{classes[form]}`", _continued(found.get(("vLLM", form, tokenizer))),
+        (form, tokenizer, classes[form], _continued(found.get(("vLLM", form, tokenizer))),
          _continued(found.get(("llama.cpp", form, tokenizer))))
         for form, tokenizer in keys
     ]  # fmt: skip
-    return table(("`convert.to`", "tokenizer", "class of vLLM", "vLLM", "llama.cpp"), cells)
+    return table(("convert.to", "tokenizer", "class of vLLM", "vLLM", "llama.cpp"), cells)
 
 
 def _continued(row: dict[str, Any] | None) -> str:

@@ -4,6 +4,7 @@
 
 FILE has the work as JSON: see each function. The last line printed is its result as JSON.
 """
+# pyright: reportMissingImports=false
 
 import json
 import sys
