@@ -7,6 +7,7 @@ FILE has the work as JSON: see each function. The last line printed is its resul
 # pyright: reportMissingImports=false
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ CHECKED = 128  # tokens of a text at most
 
 def run_vllm(work: dict[str, Any]) -> list[Any]:
     """`prompts` continued greedily by `tokens` tokens with each of `models`, pairs of a folder and a dtype."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM is imported once
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
