@@ -115,7 +115,11 @@ class PublicForm:
     @property
     def format(self) -> ForeignFormat:
         title = f"{self.title} of the Hugging Face library"
-        return ForeignFormat(title, self.model_types, self.read, read_their_tokenizer, self._write)
+        return ForeignFormat(title, self.model_types, self.read, self.read_config, read_their_tokenizer, self._write)
+
+    def read_config(self, folder: Path) -> ModelConfig:
+        """The settings of a model in a folder, which may be without weights. Raises as `read`."""
+        return self.our_settings(self._read_config(folder), folder / CONFIG)
 
     def read(self, folder: Path) -> ForeignModel:
         """The settings and the weights [float32, by our names] of a model in a folder.

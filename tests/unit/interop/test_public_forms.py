@@ -16,6 +16,7 @@ import pytest
 import torch
 from hf_tokenizers import EOT, byte_level, made
 from public_layers import run_in_torch
+from public_models import write_with_images
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -228,20 +229,6 @@ def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
     assert found.keys() == expected.keys()
     for name, weight in found.items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=0, msg=name)
-
-
-def write_with_images(folder: Path, text: Any) -> None:
-    """Write a model of images and texts with this text part, a tokenizer and weights `mtp.*`."""
-    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": WIDTH}
-    config = transformers.Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision, eos_token_id=1)
-    whole = transformers.Qwen3_5ForConditionalGeneration(config)
-    whole.model.language_model.load_state_dict(text.model.state_dict())
-    whole.lm_head.load_state_dict(text.lm_head.state_dict())
-    whole.save_pretrained(folder)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token=EOT).save_pretrained(folder)
-    path = folder / "model.safetensors"
-    save_file(load_file(path) | {"mtp.fc.weight": torch.ones(2)}, path, metadata={"format": "pt"})
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_5"
 
 
 def test_the_text_part_of_a_model_of_images_is_read_and_written_into_a_copy(tmp_path: Path):
