@@ -5,11 +5,13 @@ Models are small, with drawn weights.
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +26,11 @@ import tost_lm
 from tost_lm.config import find_recipe, load_config, validate
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.inference.hugging_face import find_evaluated
+from tost_lm.interop import MODULES, load
 from tost_lm.interop.llama import LLAMA
 from tost_lm.interop.olmo_hybrid import OLMO_HYBRID
 from tost_lm.interop.public_form import PublicForm, read_their_tokenizer
+from tost_lm.interop.public_layers import ATTENTION
 from tost_lm.interop.qwen3 import QWEN3
 from tost_lm.interop.qwen3_5 import QWEN3_5
 from tost_lm.mixers.delta.layer import DeltaMixer
@@ -47,6 +51,11 @@ ODD = {
     "linear_num_value_heads": 4, "linear_key_head_dim": 5, "linear_value_head_dim": 7, "rms_norm_eps": 1e-4,
 }  # fmt: skip
 PARTIAL = {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 1], "mrope_interleaved": True}
+MISTRAL = PublicForm(
+    "Mistral", ("mistral",), "MistralConfig", "MistralForCausalLM",
+    blocks={"A": ATTENTION}, sizes={"softmax.head_size": "head_dim"},
+)  # fmt: skip
+"""A form that the package does not have: what a further one costs."""
 MODELS: dict[str, tuple[PublicForm, dict[str, Any]]] = {
     "SmolLM2": (LLAMA, {"num_attention_heads": 2, "num_hidden_layers": 3, "tie_word_embeddings": True}),
     "Llama 3": (LLAMA, {**GROUPED, "rope_parameters": SCALED, "head_dim": 24, "rms_norm_eps": 1e-3}),
@@ -54,6 +63,7 @@ MODELS: dict[str, tuple[PublicForm, dict[str, Any]]] = {
         **YARN, "factor": 2.5, "attention_factor": 0.1 * math.log(2.5) + 1, "beta_fast": 32.0, "truncate": True,
     }}),
     "Llama, linear": (LLAMA, {**GROUPED, "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e3}}),
+    "Mistral": (MISTRAL, {**GROUPED, "head_dim": 12, "sliding_window": None}),
     "Qwen3": (QWEN3, {**GROUPED, "head_dim": 12, "max_window_layers": 0}),
     "Qwen3, YaRN": (QWEN3, {**GROUPED, "head_dim": 12, "max_window_layers": 0, "rope_parameters": YARN}),
     "Qwen3.5": (QWEN3_5, {**ODD, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, **PARTIAL}}),
@@ -207,6 +217,24 @@ def test_a_folder_of_the_library_is_read(tmp_path: Path, kind: str):
     theirs = build_theirs(kind)
     theirs.save_pretrained(tmp_path)
     assert_equal_bits(MODELS[kind][0].read(tmp_path).weights, dict(build_ours(kind, theirs).state_dict()))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_settings_are_read_without_weights(tmp_path: Path, kind: str):
+    build_theirs(kind).save_pretrained(tmp_path)
+    expected = MODELS[kind][0].read(tmp_path).config
+    (tmp_path / "model.safetensors").unlink()
+    assert MODELS[kind][0].format.read_config(tmp_path) == expected
+
+
+def test_a_further_form_is_a_module_and_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    theirs = build_theirs("Mistral")
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="unsupported model_type: 'mistral'; give a model with one of gpt2, llama"):
+        tost_lm.load(tmp_path)
+    monkeypatch.setitem(sys.modules, "tost_lm.interop.mistral", SimpleNamespace(FORMAT=MISTRAL.format))
+    monkeypatch.setattr(load, "MODULES", (*MODULES, "mistral"))
+    assert_equal_bits(dict(tost_lm.load(tmp_path).state_dict()), dict(build_ours("Mistral", theirs).state_dict()))
 
 
 PUBLISHED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
