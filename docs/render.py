@@ -150,8 +150,8 @@ def qwen3_5(_: str) -> str:
             batch = f"{stage.steps} × {config.batch_tokens:,}"
             time = train["duration of the run"][0], train["tokens/s"][0], hours, train["price of the run"][0]
             rows.append((what, f"{config.train.seq_len:,}", batch, used, memory, *time))
-    header = ("recipe", "tokens", "steps × tokens", "layout", "memory of a GPU", "time", "tokens/s", "GPU hours", "price")
-    return table(header, rows)
+    of_time = "time", "tokens/s", "GPU hours", "price"
+    return table(("recipe", "tokens", "steps × tokens", "layout", "memory of a GPU", *of_time), rows)
 
 
 def in_brief(_: str) -> str:

@@ -88,9 +88,12 @@ def test_a_folder_with_config_json_is_planned_as_its_recipe(tmp_path):
     """In all forms that are read; 4B in a folder of images and texts is that of the recipe."""
     transformers = pytest.importorskip("transformers")
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
-    text = {"hidden_size": 2560, "intermediate_size": 9216, "max_position_embeddings": 262_144, "rope_parameters": rope}
+    text = {
+        "hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True, "max_position_embeddings": 262_144,
+        "rope_parameters": rope,
+    }  # fmt: skip
     kinds = {
-        "qwen3_5": transformers.Qwen3_5Config(text_config=text | {"tie_word_embeddings": True}, tie_word_embeddings=True),
+        "qwen3_5": transformers.Qwen3_5Config(text_config=text, tie_word_embeddings=True),
         "qwen3": transformers.Qwen3Config(max_position_embeddings=40_960, num_hidden_layers=8),
         "llama": transformers.LlamaConfig(max_position_embeddings=131_072, num_hidden_layers=8),
         "olmo": transformers.OlmoHybridConfig(num_hidden_layers=8), "gpt2": transformers.GPT2Config(),

@@ -46,7 +46,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3.5-4b": {**_QWEN3_5, "width": 2560, "mlp_hidden": 9216, "tied_head": True, "delta": _QWEN3_5_DELTA},
     "qwen3.5-9b": {**_QWEN3_5, "width": 4096, "mlp_hidden": 12_288, "delta": _QWEN3_5_DELTA},
     "qwen3.5-27b": {
-        **_QWEN3_5, "layers": 64, "heads": 24, "width": 5120, "mlp_hidden": 17_408,
+        **_QWEN3_5,
+        "layers": 64,
+        "heads": 24,
+        "width": 5120,
+        "mlp_hidden": 17_408,
         "delta": {**_QWEN3_5_DELTA, "value_heads": 48},
     },
     "gpt2-base": {"pattern": "A", **_BASE, "layer_scale": 0.0, "softmax": {"rope_theta": 0.0}},

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tost_lm
+from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.errors import CheckpointError, ConfigError, TostError
 from tost_lm.files import sha256_file
-from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.inference.hugging_face import find_evaluated
 from tost_lm.interop.load import ELSEWHERE, read_config
 
@@ -220,5 +220,5 @@ def test_adapters_are_refused_also_beside_a_model(tmp_path: Path):
 @pytest.mark.quick
 def test_a_folder_of_the_library_is_no_checkpoint_before_its_conversion(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(CheckpointError, match="it is a folder of the Hugging Face library; convert it with tost convert"):
+    with pytest.raises(CheckpointError, match="is a folder of the Hugging Face library; convert it with tost convert"):
         find_checkpoint(tmp_path)

@@ -104,8 +104,10 @@ def in_place_of(folder: Path) -> tuple[Path, list[str]]:
         "seq_len": length, "micro_batch_size": at_most(RANK_TOKENS // length),
         "global_batch_size": max(at_most(BATCH_TOKENS // length), MOST_RANKS),
     }  # fmt: skip
-    sequence = min(at_most(length // RANK_TOKENS), MOST_RANKS)
-    settings = {"model": tree, "train": train, "parallel": {"sequence": sequence}, "run": {"name": folder.resolve().name}}
+    settings = {
+        "model": tree, "train": train, "parallel": {"sequence": min(at_most(length // RANK_TOKENS), MOST_RANKS)},
+        "run": {"name": folder.resolve().name},
+    }  # fmt: skip
     found = [f"{path}={toml_value(value)}" for path, value in leaves(settings)]
     return recipes()[OF_FOLDERS], ["stages=[]", "model={}", *found]
 
@@ -263,4 +265,7 @@ def run() -> NoReturn:
     listed = [word for word in words if LIST.fullmatch(word)]
     single = [word for word in words if word not in listed]
     program = partial(compare, listed=listed, others=[word for word in single if "=" in word]) if listed else main
-    run_program(program, name="tost plan", doc=__doc__ or "", positional="CONFIG", config=PlanConfig, in_place_of=in_place_of, arguments=single)
+    run_program(
+        program, name="tost plan", doc=__doc__ or "", positional="CONFIG", config=PlanConfig, in_place_of=in_place_of,
+        arguments=single,
+    )  # fmt: skip
