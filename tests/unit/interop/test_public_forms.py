@@ -376,7 +376,8 @@ def test_strange_and_damaged_weights_are_named(tmp_path: Path):
 
 def test_a_model_of_another_form_is_not_written(tmp_path: Path):
     tree = {
-        "preset": "delta-350m", "layers": 4, "width": 32, "heads": 2, "vocab_size": 64, "norm_after": "",
+        "pattern": "DDDA", "layers": 4, "width": 32, "heads": 2, "vocab_size": 64, "positions": "none", "mlp": "swiglu",
+        "layer_scale": 0.0, "norm": "rms", "delta": {"beta_to_two": True},
         "softmax": {"kv_heads": 2, "qk_norm": True, "head_size": 8},
     }  # fmt: skip
     tokenizer = made(byte_level())
@@ -397,10 +398,15 @@ def test_a_small_model_of_a_recipe_is_a_public_one(recipe: str, tmp_path: Path):
     words = [f"model.{name}={size}" for name, size in sizes.items()]
     torch.manual_seed(0)
     ours = TostLM(load_config(PretrainConfig, find_recipe(Path(recipe)), words).model).eval()
-    OLMO_HYBRID.write(tmp_path / "new", ours.config, ours.state_dict(), made(byte_level()))
+    QWEN3_5.write(tmp_path / "new", ours.config, ours.state_dict(), made(byte_level()))
     theirs, tokens_BT = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new"), torch.arange(60)[None]
-    with run_theirs("OLMo-Hybrid", torch.float32):
+    with run_theirs("Qwen3.5", torch.float32):
         assert_close(ours(tokens_BT).logits, theirs(tokens_BT).logits, FLOAT32_REORDERED)
+
+
+def test_an_olmo_hybrid_is_written_with_the_names_that_vllm_loads(tmp_path: Path):
+    ours = build_ours("OLMo-Hybrid", build_theirs())
+    OLMO_HYBRID.write(tmp_path / "new", ours.config, ours.state_dict(), made(byte_level()))
     written = load_file(tmp_path / "new/model.safetensors")
     norms = [name for name in written if name.startswith("model.layers.0.") and "norm" in name]
     assert sorted(norms) == [
