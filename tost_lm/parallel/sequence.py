@@ -1,12 +1,12 @@
 """Sequence parallelism, which Megatron and torchtitan call context parallelism.
 
-Softmax attention gathers keys and values, with a window those of each rank's last tokens. A TSSA layer exchanges one
-row of statistics twice forward and twice backward, at any length: Σw², then Σ Π·w² with Σ Π; backward, their gradients
-in reverse order. Each rank needs the sum over earlier ranks (backward: over later ranks). Up to `ALL_GATHER_RANKS`
-ranks gather all rows. Above that, each rank sums a slice of the columns for all ranks, so the bytes it receives do not
-grow with the ranks. The order is fixed, so all ranks have the same state. A delta layer gathers maps of states
-(`tost_lm.ops.affine`), or passes states on from rank to rank. Shapes as in `tost_lm.mixers.tssa.phases`; R
-ranks, C columns.
+Softmax attention exchanges tokens for heads, or gathers keys and values, with a window those of each rank's last
+tokens. A TSSA layer exchanges one row of statistics twice forward and twice backward, at any length: Σw², then Σ Π·w²
+with Σ Π; backward, their gradients in reverse order. Each rank needs the sum over earlier ranks (backward: over later
+ranks). Up to `ALL_GATHER_RANKS` ranks gather all rows. Above that, each rank sums a slice of the columns for all ranks,
+so the bytes it receives do not grow with the ranks. The order is fixed, so all ranks have the same state. A delta layer
+gathers maps of states (`tost_lm.ops.affine`), or passes states on from rank to rank. Shapes as in
+`tost_lm.mixers.tssa.phases`; R ranks, C columns.
 """
 
 import math

@@ -5,8 +5,8 @@ the first, and each tile adds to the gradients of the keys and values before it,
 their gradients, and by nothing else. The attention to a few keys at a time is exact: parts are joined by their
 log-sum-exps, and the backward of a part needs only that of the whole.
 
-Each sequence rank stores the keys and values of its own tokens. Queries meet those of the other ranks one tile at a
-time, so no rank holds all of them.
+A sequence rank stores the keys and values of its heads, of all tokens. Where ranks do not split heads, it stores those
+of its own tokens, and queries meet those of the other ranks one tile at a time.
 
 Shapes: B rows, H heads of queries, G heads of keys and values, T tokens of a tile, t ≤ T of its last document, S keys,
 D channels a head, E = 2·D.
