@@ -8,6 +8,8 @@ backward (sums over time in TSSA, scores in attention).
 """
 
 import re
+from collections.abc import Callable
+from functools import cache
 from typing import Literal, NamedTuple
 
 from tost_lm.mixers.registry import SPECS
@@ -99,6 +101,11 @@ def flops_per_token(config: ModelConfig, tokens: int) -> FlopsPerToken:
     mixers = sum(layers * spec.weights(shape) for layers, spec, shape in used)
     weights = mixers + config.layers * mlp_weights(config) + config.vocab_size * config.width
     return FlopsPerToken(Flops(2 * weights, 4 * weights), attention, operator)
+
+
+def document_flops(config: ModelConfig) -> Callable[[int], float]:
+    """FLOPs of training on a document of so many tokens; each length is counted once."""
+    return cache(lambda tokens: tokens * flops_per_token(config, tokens).total)
 
 
 def _sum(of_layers: list[tuple[int, Flops]]) -> Flops:
