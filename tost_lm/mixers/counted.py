@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ LENGTHS = 128, 256
 """Tokens of two traces, which show whether there are more operations for more tokens."""
 LOOPS = 1.5
 """There are, if the second trace has so many times the operations of the first."""
+F = TypeVar("F", bound=Callable[..., Any])
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
@@ -74,6 +75,20 @@ class _CountingShard:
         return torch.cat([x_BHTD[:, :, :1].expand(-1, -1, n, -1) for n in lengths or self.split.lengths], 2)
 
 
+def _once(function: F) -> F:
+    """Cached by the layer's class and the text of its shape: settings may not be hashable."""
+    known: dict[Any, Any] = {}
+
+    def call(spec: MixerSpec, shape: MixerShape, *arguments: Any) -> Any:
+        key = mixer_class(spec.letter), repr(shape), arguments
+        if key not in known:
+            known[key] = function(spec, shape, *arguments)
+        return known[key]
+
+    return call  # pyright: ignore[reportReturnType]
+
+
+@_once
 def numbers(spec: MixerSpec, shape: MixerShape) -> Numbers:
     """Implements `MixerSpec.numbers`."""
     with torch.device("meta"):
@@ -116,31 +131,21 @@ def costs(spec: MixerSpec, load: Load) -> Costs:
     )
 
 
-_KNOWN: dict[tuple[Any, ...], dict[str, float]] = {}
-
-
 def _counts(
     spec: MixerSpec, shape: MixerShape, tokens: int, dtype: torch.dtype, ranks: int, gathers: bool
 ) -> dict[str, float]:
     """The counts of a row, of which this rank has so many tokens. Raises ConfigError if the layer cannot be traced."""
-    layer = mixer_class(spec.letter)
-    file = Path(sys.modules[layer.__module__].__file__ or "")
+    file = Path(sys.modules[mixer_class(spec.letter).__module__].__file__ or "")
     what = f"plugin {file}: counted on tensors without values (unless its spec states flops and costs)"
-
-    def trace(tokens: int) -> dict[str, float]:
-        key = layer, repr(shape), tokens, dtype, ranks, gathers
-        if key not in _KNOWN:
-            with explained_errors(file, what):
-                _KNOWN[key] = _traced(spec, shape, tokens, dtype, ranks, gathers)
-        return _KNOWN[key]
-
-    few, more = LENGTHS
-    if tokens <= more or trace(more)["launches"] < LOOPS * trace(few)["launches"]:
-        return trace(tokens)
-    times = (tokens - more) / (more - few)
-    return {name: count + times * (count - trace(few)[name]) for name, count in trace(more).items()}
+    with explained_errors(file, what):
+        few, more = (_traced(spec, shape, min(tokens, length), dtype, ranks, gathers) for length in LENGTHS)
+        if more["launches"] < LOOPS * few["launches"]:
+            return _traced(spec, shape, tokens, dtype, ranks, gathers)
+    times = max(0, tokens - LENGTHS[1]) / (LENGTHS[1] - LENGTHS[0])
+    return {name: count + times * (count - few[name]) for name, count in more.items()}
 
 
+@_once
 def _traced(
     spec: MixerSpec, shape: MixerShape, tokens: int, dtype: torch.dtype, ranks: int, gathers: bool
 ) -> dict[str, float]:
