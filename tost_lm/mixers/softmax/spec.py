@@ -18,7 +18,7 @@ what was received. Without a window they gather those of the earlier tiles one b
 """
 
 from tost_lm.mixers.softmax.settings import SoftmaxShape, SoftmaxSizes
-from tost_lm.mixers.spec import BLOCK_LAUNCHES, NO_FLOPS, Flops, GatheredTokens, Load, MixerSpec, OwnNumbers
+from tost_lm.mixers.spec import NO_FLOPS, Costs, Flops, Load, MixerSpec, Numbers, gathered_tokens
 from tost_lm.ops.rotary import Rotary
 
 
@@ -76,73 +76,55 @@ class SoftmaxSpec(MixerSpec):
             )
         return None
 
-    def channels_in(self, shape: SoftmaxShape) -> int:
-        return SoftmaxSizes.of(shape).projected
-
-    def channels_out(self, shape: SoftmaxShape) -> int:
-        return SoftmaxSizes.of(shape).queries
-
-    def own_numbers(self, shape: SoftmaxShape) -> OwnNumbers:
-        """The scales of the norms of queries and keys."""
+    def numbers(self, shape: SoftmaxShape) -> Numbers:
+        """Beside the projections the scales of the norms of queries and keys."""
+        sizes = SoftmaxSizes.of(shape)
         if not shape.own.qk_norm:
-            return OwnNumbers(0, 0, 0, 0)
-        head, queries, keys, _ = SoftmaxSizes.of(shape)
-        return OwnNumbers(0, 0, queries + keys if shape.own.qk_norm == "all-heads" else 2 * head, 2)
+            return Numbers(sizes.projected, sizes.queries)
+        scales = sizes.queries + sizes.keys if shape.own.qk_norm == "all-heads" else 2 * sizes.head
+        return Numbers(sizes.projected, sizes.queries, replicated=scales, replicated_tensors=2)
 
-    def attention_flops(self, shape: SoftmaxShape, tokens: int) -> Flops:
+    def flops(self, shape: SoftmaxShape, tokens: int) -> tuple[Flops, Flops]:
         window = min(shape.own.window or tokens, tokens)
         forward = 4 * SoftmaxSizes.of(shape).queries * (window - window * (window - 1) / (2 * tokens))
-        return Flops(forward, 2 * forward)
+        return Flops(forward, 2 * forward), NO_FLOPS
 
-    def operator_flops(self, shape: SoftmaxShape) -> Flops:
-        return NO_FLOPS
+    def costs(self, load: Load) -> Costs:
+        sizes, e, window = SoftmaxSizes.of(load.shape), load.element_bytes, load.shape.own.window
+        # Gathered tokens for each of a rank's own.
+        relative = load.sequence * gathered_tokens(window or None, load.tokens_here) / load.tokens_here
+        return Costs(
+            launches=31,
+            stored=_stored_bytes(sizes, load, relative),
+            state=2 * e * sizes.keys * (window - 1 if window else load.tokens_here),
+            received=2 * sizes.keys * relative * e / load.tensor if load.sequence > 1 else 0.0,
+            gathered_channels=2 * sizes.keys,
+        )
 
-    def launches(self) -> int:
-        return 31 + BLOCK_LAUNCHES
 
-    def stored_bytes(self, load: Load) -> float:
-        shape, e, ranks = load.shape, load.element_bytes, load.sequence
-        _, C, kv, gate = SoftmaxSizes.of(shape)
-        read = C + kv  # queries and keys
-        changed = shape.own.rope_theta or shape.own.qk_norm
-        if ranks > 1:
-            # Gathered keys and values, with a window also a copy.
-            relative = ranks * self.gathered_tokens(load, load.tile_tokens).tokens / load.tokens_here
-            gathered = 2 * (relative + 1 if shape.own.window else relative)
-            kept = C + 2 * kv + gate if shape.own.qk_norm or not shape.own.rope_theta else 0
-            attention = (C if changed else 0) + kept + gathered * kv
-        else:
-            # Without a window, the kernel stores its output in the order of q's memory, the projection a copy of it.
-            attention = C + 2 * kv + gate + (read if changed else 0) + (C if changed and not shape.own.window else 0)
-        norms = 2 if shape.own.qk_norm == "all-heads" else read * shape.heads / C
-        normed = 4 * norms + self._norm_bytes(load) * read if shape.own.qk_norm else 0
-        return e * (C + attention + 2 * gate) + 4 * shape.heads + normed
+def _stored_bytes(sizes: SoftmaxSizes, load: Load, relative: float) -> float:
+    shape, e, (_, C, kv, gate) = load.shape, load.element_bytes, sizes
+    read = C + kv  # queries and keys
+    changed = shape.own.rope_theta or shape.own.qk_norm
+    if load.sequence > 1:
+        gathered = 2 * (relative + 1 if shape.own.window else relative)  # keys and values, with a window also a copy
+        kept = C + 2 * kv + gate if shape.own.qk_norm or not shape.own.rope_theta else 0
+        attention = (C if changed else 0) + kept + gathered * kv
+    else:
+        # Without a window, the kernel stores its output in the order of q's memory, the projection a copy of it.
+        attention = C + 2 * kv + gate + (read if changed else 0) + (C if changed and not shape.own.window else 0)
+    norms = 2 if shape.own.qk_norm == "all-heads" else read * shape.heads / C
+    normed = 4 * norms + _norm_bytes(load) * read if shape.own.qk_norm else 0
+    return e * (C + attention + 2 * gate) + 4 * shape.heads + normed
 
-    def _norm_bytes(self, load: Load) -> int:
-        """Bytes per channel of queries and keys that their norm stores beside its input, which the values keep anyway:
-        on a CPU the input in float32, and normalized; with a factor near 1 what it multiplies, everywhere."""
-        copied = 4 if load.on_cpu and load.element_bytes < 4 else 0
-        if load.shape.zero_centered:
-            return copied + load.element_bytes
-        return copied + 4 if load.on_cpu else 0
 
-    def received_bytes(self, load: Load) -> float:
-        if load.sequence == 1:
-            return 0.0
-        gathered = self.gathered_tokens(load, load.tile_tokens)
-        relative = load.sequence * gathered.tokens / load.tokens_here
-        return gathered.channels * relative * load.element_bytes / load.tensor
-
-    def state_bytes(self, load: Load) -> float:
-        window = load.shape.own.window
-        return 2 * load.element_bytes * SoftmaxSizes.of(load.shape).keys * (window - 1 if window else load.tokens_here)
-
-    def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
-        return 0.0
-
-    def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
-        window, here = load.shape.own.window, tokens / load.sequence
-        return GatheredTokens(min(here, max(1, window - 1)) if window else here, 2 * SoftmaxSizes.of(load.shape).keys)
+def _norm_bytes(load: Load) -> int:
+    """Bytes per channel of queries and keys that their norm stores beside its input, which the values keep anyway: on a
+    CPU the input in float32, and normalized; with a factor near 1 what it multiplies, everywhere."""
+    copied = 4 if load.on_cpu and load.element_bytes < 4 else 0
+    if load.shape.zero_centered:
+        return copied + load.element_bytes
+    return copied + 4 if load.on_cpu else 0
 
 
 SOFTMAX = SoftmaxSpec()
