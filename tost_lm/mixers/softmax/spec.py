@@ -13,11 +13,13 @@ the whole sequence; with a window of w tokens those of the last w − 1 of each 
 stores 4·H.
 
 A state has the keys and values of a window; without one, each tile adds those of its tokens to the states after it.
-Sequence ranks gather keys and values of all tokens of a tile, or of the last w − 1 of each rank; recomputation keeps
-what was received. Without a window they gather those of the earlier tiles one by one, and again.
+Without a window, sequence ranks exchange tokens for heads and back: queries, keys and values, of which several ranks
+may have copies, and outputs. A rank stores what it received, and the output of its heads. With a window, or if they
+cannot split heads, they gather keys and values of all tokens of a tile, or of the last w − 1 of each rank; without a
+window also those of the earlier tiles one by one, and again. Recomputation keeps what was received.
 """
 
-from tost_lm.mixers.softmax.settings import SoftmaxShape, SoftmaxSizes
+from tost_lm.mixers.softmax.settings import SoftmaxShape, SoftmaxSizes, head_groups
 from tost_lm.mixers.spec import NO_FLOPS, Costs, Flops, Load, MixerSpec, Numbers, gathered_tokens
 from tost_lm.ops.rotary import Rotary
 
@@ -91,6 +93,15 @@ class SoftmaxSpec(MixerSpec):
 
     def costs(self, load: Load) -> Costs:
         sizes, e, window = SoftmaxSizes.of(load.shape), load.element_bytes, load.shape.own.window
+        if copies := _copies(load):
+            dealt = e * (2 * sizes.queries + 2 * copies * sizes.keys)
+            return Costs(
+                launches=31,
+                stored=_stored_bytes(sizes, load, copies),
+                state=2 * e * copies * sizes.keys * load.tokens_here,
+                received=dealt / load.tensor,
+                dealt=dealt,
+            )
         # Gathered tokens for each of a rank's own.
         relative = load.sequence * gathered_tokens(window or None, load.tokens_here) / load.tokens_here
         return Costs(
@@ -98,15 +109,28 @@ class SoftmaxSpec(MixerSpec):
             stored=_stored_bytes(sizes, load, relative),
             state=2 * e * sizes.keys * (window - 1 if window else load.tokens_here),
             received=2 * sizes.keys * relative * e / load.tensor if load.sequence > 1 else 0.0,
+            busiest=1.0 if window else 2 - 1 / load.sequence,
             gathered_channels=2 * sizes.keys,
         )
+
+
+def _copies(load: Load) -> float:
+    """Sequence ranks that have the same keys and values, where they split heads; 0: each has its own tokens'."""
+    kv_heads = (load.shape.own.kv_heads or load.shape.heads) // load.tensor
+    groups = head_groups(load.shape.heads // load.tensor, kv_heads, load.sequence)
+    if load.shape.own.window or groups == 1:
+        return 0.0
+    return load.sequence * max(1, kv_heads // groups) / kv_heads
 
 
 def _stored_bytes(sizes: SoftmaxSizes, load: Load, relative: float) -> float:
     shape, e, (_, C, kv, gate) = load.shape, load.element_bytes, sizes
     read = C + kv  # queries and keys
     changed = shape.own.rope_theta or shape.own.qk_norm
-    if load.sequence > 1:
+    if _copies(load):
+        # Queries and output of the rank's heads, which it received and will send.
+        attention = 2 * C + 2 * relative * kv + (C + 2 * kv + gate if shape.own.qk_norm else 0)
+    elif load.sequence > 1:
         gathered = 2 * (relative + 1 if shape.own.window else relative)  # keys and values, with a window also a copy
         kept = C + 2 * kv + gate if shape.own.qk_norm or not shape.own.rope_theta else 0
         attention = (C if changed else 0) + kept + gathered * kv

@@ -70,7 +70,7 @@ def step_seconds(config: PlanConfig) -> Step:
     rate = tokens / peak(config)
     found = Step(
         products=(flops.products.total + products_again) * rate / cluster.achieved_flops,
-        attention=(flops.attention.total + attention_again) * rate / cluster.achieved_attention_flops,
+        attention=(flops.attention.total + attention_again) * rate / cluster.achieved_attention_flops * busiest(config),
         operator=tokens * operator_bytes_per_token(config) / bandwidth(config) + mixer_kernel_seconds(config),
         elementwise=tokens * elementwise_bytes_per_token(config) / bandwidth(config),
         loss=bytes_moved_by_loss(config) / bandwidth(config),
@@ -79,6 +79,11 @@ def step_seconds(config: PlanConfig) -> Step:
         communication=sum(one.seconds(cluster) for one in collectives(config)),
     )
     return found._replace(launches=max(0.0, host_seconds(config) - sum(found[:-2])))
+
+
+def busiest(config: PlanConfig) -> float:
+    """Attention of the sequence rank with the most, over the mean."""
+    return max(costs_of(config, spec).busiest for spec, _ in config.model.mixers)
 
 
 def bandwidth(config: PlanConfig) -> float:

@@ -12,6 +12,7 @@ from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.sizes import PASSED_SLICES
 
+HEADS = "heads of attention"
 TENSORS_PER_LAYER = 10
 """Parameters of a layer, about."""
 
@@ -180,8 +181,8 @@ def sent_again(config: PlanConfig) -> bool:
 
 
 def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
-    """Statistics and states of mixers, in two exchanges a layer and pass for any length, and gathered keys and values
-    (with a window of a shard's last tokens).
+    """Statistics and states of mixers, in two exchanges a layer and pass for any length; tokens that are exchanged for
+    heads, or gathered keys and values (with a window of a shard's last tokens).
 
     The forward sends all again for tiles that are computed twice. In all-to-alls, a rank sends its row in one, and the
     results for other ranks in a second one. States that ranks pass on take the place of one of the two exchanges.
@@ -220,6 +221,11 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         # On average: the last rank does not pass states on, nor the first one gradients.
         sent = times * rows * costs.passed_on / tensor * (ranks - 1) / ranks
         yield Collectives("states passed on", "all-to-all", hops, sent, ranks, tensor)
+    for layers, costs, _ in used:
+        forwards = 1 + again + fraction_computed_twice(config)
+        sent = k * layers * micro_batch_tokens(config) * (forwards + 1) * costs.dealt / tensor
+        calls = 2 * k * layers * (passes + backwards) if costs.dealt else 0
+        yield Collectives(HEADS, "all-to-all", calls, sent, ranks, tensor)
     starts = range(0, config.row_tokens, config.tile_tokens)
     sizes = [min(config.tile_tokens, config.row_tokens - start) for start in starts]
     for layers, costs, kept in used:
