@@ -8,6 +8,7 @@ for few tokens, and grows linearly from there.
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from tost_lm.mixers.registry import mixer_class
 from tost_lm.mixers.shape import MixerShape
 from tost_lm.mixers.spec import NO_FLOPS, Costs, Flops, Load, MixerSpec, Numbers, gathered_tokens
 from tost_lm.mixers.state import leaves
-from tost_lm.ops.layout import SequenceSplit
+from tost_lm.ops.layout import Dealt, SequenceSplit
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.torch_internals import FakeFloats
 from tost_lm.user_files import explained_errors
@@ -58,7 +59,7 @@ class _CountingShard:
 
     def __init__(self, split: SequenceSplit, gathers: bool):
         self.split, self.gathers = split, gathers
-        self.exchanged = self.passed_on = self.gathered_channels = 0
+        self.exchanged = self.passed_on = self.dealt = self.gathered_channels = 0
 
     def exchange_rows(self, row: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
         self.exchanged += row.nbytes
@@ -73,6 +74,22 @@ class _CountingShard:
     def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None, *, keep: bool = True) -> Tensor:
         self.gathered_channels += x_BHTD.shape[1] * x_BHTD.shape[3]
         return torch.cat([x_BHTD[:, :, :1].expand(-1, -1, n, -1) for n in lengths or self.split.lengths], 2)
+
+    def deal(self, parts: Sequence[Dealt], *xs_BHTD: Tensor) -> tuple[Tensor, ...]:
+        return tuple(starmap(self._received, zip(parts, xs_BHTD, strict=True)))
+
+    def _received(self, part: Dealt, x_BHTD: Tensor) -> Tensor:
+        lengths, here = self.split.lengths, self.split.rank
+        sent = sum(
+            heads * tokens for heads, tokens in (part.shape(lengths, rank, here) for rank in range(len(lengths)))
+        )
+        self.dealt += sent * x_BHTD[:, 0, 0].nbytes
+        heads, tokens = part.shape((sum(lengths),), here, 0)
+        return x_BHTD[:, :1, :1].expand(-1, heads, tokens, -1)
+
+    def collect(self, part: Dealt, y_BhtD: Tensor, heads: int) -> Tensor:
+        self.dealt += y_BhtD.nbytes
+        return y_BhtD[:, :1, :1].expand(-1, heads, self.split.lengths[self.split.rank], -1)
 
 
 def _once(function: F) -> F:
@@ -119,14 +136,16 @@ def costs(spec: MixerSpec, load: Load) -> Costs:
     counts = _counts(spec, load.shape, tokens, DTYPES[load.element_bytes], load.sequence, load.gathers)
     gathered = load.sequence * gathered_tokens(spec.kept_tokens(load.shape), tokens) / tokens
     gathered *= counts["gathered channels"] * load.element_bytes / load.tensor
+    dealt = counts["dealt"] / tokens
     return Costs(
         launches=counts["launches"],
         stored=counts["stored"] / tokens,
         state=counts["state"],
-        received=load.received(counts["sent forward"], counts["passed on"]) + gathered,
+        received=load.received(counts["sent forward"], counts["passed on"]) + gathered + dealt / load.tensor,
         exchanged=(counts["sent forward"], counts["sent backward"]),
         passed_on=counts["passed on"],
         summed=counts["sent with a state"] - counts["sent forward"],
+        dealt=dealt,
         gathered_channels=int(counts["gathered channels"]),
     )
 
@@ -159,7 +178,7 @@ def _traced(
         info = info.with_rotary(spec.rotary(shape), dtype)
         with torch.no_grad():
             _, state = functional_call(layer, parameters, (x_BTC, None, info))  # and fills caches of offsets
-        with_state, shard.exchanged, shard.passed_on, shard.gathered_channels = shard.exchanged, 0, 0, 0
+        with_state, shard.exchanged, shard.passed_on, shard.dealt, shard.gathered_channels = shard.exchanged, 0, 0, 0, 0
         counter.launches = counter.flops = 0
         others = {x.untyped_storage() for x in (x_BTC, *parameters.values(), *(info.rotary or ()))}
         stored: set[torch.UntypedStorage] = set()
@@ -182,5 +201,6 @@ def _traced(
         "sent backward": shard.exchanged - exchanged,
         "sent with a state": with_state,
         "passed on": passed_on,
+        "dealt": shard.dealt,
         "gathered channels": shard.gathered_channels,
     }

@@ -243,6 +243,11 @@ class Dealt:
         common = [(max(one.start, start), min(one.stop, end)) for one in self.tokens[rank]]
         return [slice(first - start, last - start) for first, last in common if first < last]
 
+    def shape(self, lengths: tuple[int, ...], rank: int, holder: int) -> tuple[int, int]:
+        """The number of heads that `rank` computes with, and that of the tokens of them that another rank holds."""
+        heads = self.heads[rank]
+        return heads.stop - heads.start, sum(one.stop - one.start for one in self.held(lengths, rank, holder))
+
 
 class SequenceShard(Protocol):
     """Communication with the ranks that hold the other tokens of the same sequences."""

@@ -128,23 +128,20 @@ def _returned(shard: RankShard, parts: Sequence[Dealt], ys: Sequence[Tensor], he
     shapes = _shapes(shard, parts, ys)
     split = zip(*(y.split([of_rank[i][2] for of_rank in shapes], 2) for i, y in enumerate(ys)), strict=True)
     sent = torch.cat([x.flatten() for to_rank in split for x in to_rank])
-    places = [[(part.heads[r], part.held(lengths, r, rank)) for part in parts] for r in range(size)]
     sums = [
         y.new_zeros(B, H, lengths[rank], y.shape[3], dtype=statistics_dtype(y)) for y, H in zip(ys, heads, strict=True)
     ]
-    sizes = [
-        B * _heads(h) * _tokens(held) * y.shape[3]
-        for of_rank in places
-        for y, (h, held) in zip(ys, of_rank, strict=True)
+    back = [
+        [(B, *part.shape(lengths, r, rank), y.shape[3]) for part, y in zip(parts, ys, strict=True)] for r in range(size)
     ]
-    of_rank = [sum(sizes[r * len(parts) : (r + 1) * len(parts)]) for r in range(size)]
-    received = all_to_all(sent, [sum(map(math.prod, each)) for each in shapes], of_rank, shard.axis)
-    for n, x in enumerate(received.split(sizes)):
+    numbers = [[sum(map(math.prod, each)) for each in of_ranks] for of_ranks in (shapes, back)]
+    received = all_to_all(sent, *numbers, shard.axis).split([math.prod(shape) for each in back for shape in each])
+    for n, x in enumerate(received):
         r, i = divmod(n, len(parts))
-        h, held = places[r][i]
-        of_slices = x.view(B, _heads(h), _tokens(held), ys[i].shape[3]).split([_tokens([one]) for one in held], 2)
-        for one, of_slice in zip(held, of_slices if held else (), strict=True):
-            sums[i][:, h, one] += of_slice
+        held = parts[i].held(lengths, r, rank)
+        of_slices = x.view(back[r][i]).split([one.stop - one.start for one in held], 2) if held else ()
+        for one, of_slice in zip(held, of_slices, strict=True):
+            sums[i][:, parts[i].heads[r], one] += of_slice
     return [x.to(y.dtype) for x, y in zip(sums, ys, strict=True)]
 
 
@@ -152,20 +149,9 @@ def _shapes(shard: RankShard, parts: Sequence[Dealt], like: Sequence[Tensor]) ->
     """By rank that holds tokens, of each part the shape of what this rank computes with."""
     (rank, size, _), lengths = shard.axis, shard.split.lengths
     return [
-        [
-            (len(x), _heads(part.heads[rank]), _tokens(part.held(lengths, rank, holder)), x.shape[3])
-            for x, part in zip(like, parts, strict=True)
-        ]
+        [(len(x), *part.shape(lengths, rank, holder), x.shape[3]) for x, part in zip(like, parts, strict=True)]
         for holder in range(size)
     ]
-
-
-def _heads(heads: slice) -> int:
-    return heads.stop - heads.start
-
-
-def _tokens(slices: Sequence[slice]) -> int:
-    return sum(map(_heads, slices))
 
 
 class _Gather(torch.autograd.Function):
