@@ -56,7 +56,8 @@ def train_step(
     """
     mesh = engine.mesh
     labels_here = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in micro_batches]).sum()
-    label_count = all_reduce(labels_here, mesh.replicas) / (mesh.replicas.size * len(micro_batches))
+    labels = all_reduce(labels_here, mesh.replicas)
+    label_count = labels.clamp(min=1) / (mesh.replicas.size * len(micro_batches))
     found: list[Mapping[str, Tensor]] = []
     end_check: Callable[[], None] = lambda: None
     for batch in micro_batches:
@@ -77,8 +78,9 @@ def train_step(
             end_check = stop.begin_check()
     means = torch.stack([torch.stack([*scalars.values()]) for scalars in found]).mean(0)
     votes = torch.tensor(stop.votes_of_step() if stop else [], dtype=means.dtype)
+    of_rank = [means, labels_here.to(means.dtype)[None], to_device(votes, means.device)]
     # Tensor ranks have the same loss, but all must decide alike, even if one of them computed a wrong one.
-    totals = all_reduce(all_reduce(torch.cat([means, to_device(votes, means.device)]), mesh.replicas), mesh.tensor)
+    totals = all_reduce(all_reduce(torch.cat(of_rank), mesh.replicas), mesh.tensor)
     before_update()
 
     @cache
@@ -89,8 +91,13 @@ def train_step(
         ranks = mesh.replicas.size * mesh.tensor.size
         return {name: total / ranks for name, total in zip(found[0], results(), strict=False)}
 
+    def reason(norm: float) -> str:
+        if not results()[len(found[0])]:
+            return "no token of the batch counts in the loss"
+        return reason_to_skip(scalars()["loss"], norm)
+
     # A device computes scalars and norm before the host waits for either.
-    grad_norm = engine.update(lr, lambda norm: not reason_to_skip(scalars()["loss"], norm))
+    grad_norm = engine.update(lr, lambda norm: not reason(norm))
     unusable = "" if math.isfinite(grad_norm) else f"gradient norm is {grad_norm}"
-    reason = stop.reason_of(results()[len(found[0]) :]) if stop else ""
-    return Outcome(scalars(), grad_norm, reason_to_skip(scalars()["loss"], grad_norm) or unusable, reason)
+    stop_reason = stop.reason_of(results()[len(found[0]) + 1 :]) if stop else ""
+    return Outcome(scalars(), grad_norm, reason(grad_norm) or unusable, stop_reason)

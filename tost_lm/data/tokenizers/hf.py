@@ -10,6 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tost_lm.data.sources.blocks import listed
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, Tokenizer, escape
 from tost_lm.data.tokenizers.interface import UNESCAPED as SENTENCEPIECE_UNESCAPED
@@ -77,6 +79,13 @@ class HfTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return self._encode(self._escape(text) if self._escapes else text)
+
+    def encode_rendered(self, text: str) -> "np.ndarray":
+        self._pipeline.encode_special_tokens = False
+        try:
+            return np.array(self._encode(text), np.uint32)
+        finally:
+            self._pipeline.encode_special_tokens = True
 
     def decode(self, ids: Iterable[int]) -> str:
         text = self._decode(list(self._valid_utf8(map(int, ids)) if self._byte_of else map(int, ids)))
@@ -160,6 +169,27 @@ def hf_tokenizer(path: Path, eot_token: str | None, normalization: str) -> HfTok
             f"corpus.normalization={tokenizer.normalization}"
         )
     return tokenizer
+
+
+def eos_token(folder: Path) -> str | None:
+    """The end-of-text token of a folder: as of a model, else as of a tokenizer; None: it names none.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    try:
+        model, tokenizer = (
+            json.loads(path.read_text("utf-8")) if path.is_file() else {}
+            for path in (folder / "config.json", folder / "tokenizer_config.json")
+        )
+        eos = (model if "eos_token_id" in model else model.get("text_config", {})).get("eos_token_id")
+        eos = eos[0] if isinstance(eos, list) and eos else eos
+        if isinstance(eos, int):
+            return _parse((folder / "tokenizer.json").read_text("utf-8")).id_to_token(eos)
+        named = tokenizer.get("eos_token")
+        return named["content"] if isinstance(named, dict) else named
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise DataError(f"tokenizer.path {folder}: damaged: {first_line(error)}; copy its files again") from None
 
 
 def _parse(text: str) -> Any:
