@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,7 +18,7 @@ from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.shard_format import SPLITS, dtype_for
 from tost_lm.data.sources import BadRow, Chats, CorpusBlock, Document, Splitter, parse
 from tost_lm.data.sources.chats import Part
-from tost_lm.data.tokenizers import read_tokenizer
+from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.lossless import first_loss
 from tost_lm.errors import DataError
 from tost_lm.lifetime import without_interrupts
@@ -108,7 +107,12 @@ class Encoded(NamedTuple):
 
 
 def encoded_blocks(
-    blocks: Iterable[CorpusBlock], corpus: CorpusConfig, tokenizer: Path, chats: Chats, splitter: Splitter, workers: int
+    blocks: Iterable[CorpusBlock],
+    corpus: CorpusConfig,
+    tokenizer: Tokenizer,
+    chats: Chats,
+    splitter: Splitter,
+    workers: int,
 ) -> Generator[tuple[CorpusBlock, Encoded], None, None]:
     """Each block with its tokens from one of `workers` processes, in order; reads a bounded number of blocks ahead.
 
@@ -131,8 +135,8 @@ class _EncodedDocument(NamedTuple):
 class Encoder:
     """In a worker process: tokenizes blocks, and decodes the first texts and those that are scored again."""
 
-    def __init__(self, corpus: CorpusConfig, tokenizer: Path, chats: Chats, splitter: Splitter) -> None:
-        self._corpus, self._tokenizer, self._splitter = corpus, read_tokenizer(tokenizer), splitter
+    def __init__(self, corpus: CorpusConfig, tokenizer: Tokenizer, chats: Chats, splitter: Splitter) -> None:
+        self._corpus, self._tokenizer, self._splitter = corpus, tokenizer, splitter
         self._chats = chats
         self._checked = 0
 
@@ -166,7 +170,7 @@ class Encoder:
     def _encode(self, parts: Sequence[Part], is_chat: bool) -> "_EncodedDocument":
         """A document that ends with the end-of-text id. Each part is tokenized as a model reads or writes it: apart."""
         tokenizer, dtype = self._tokenizer, dtype_for(self._tokenizer.vocab_size)
-        encode = tokenizer.encode_rendered if is_chat else tokenizer.encode_array
+        encode = self._chats.encode if is_chat else tokenizer.encode_array
         space = " " if tokenizer.adds_space else ""  # it puts back the space before a cut
         texts = [parts[0].text, *(part.text.removeprefix(space) for part in parts[1:])]
         arrays = [encode(text).astype(dtype) for text in texts]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from builds import Built, files, prep_config
-from chats import KEEPS, THINKS, chat_folder, conversation, theirs, write_rows
+from builds import TEXTS, Built, files, prep_config
+from chats import EOT, KEEPS, THINKS, chat_folder, conversation, theirs, write_rows
 from hand_made import EOT as HAND_MADE_EOT
 from hand_made import IGNORED, LENGTHS, batches_of, hand_made
 from pyarrow import parquet
@@ -25,7 +25,6 @@ from tost_lm.data.stages import Packing
 from tost_lm.data.tokenizers import Tokenizer, make_tokenizer, tokenizer_folder
 from tost_lm.data_prep import build
 from tost_lm.data_prep.build import build_shards
-from tost_lm.data_prep.making import difference
 from tost_lm.data_prep.partitions import open_partitions, with_partition
 from tost_lm.errors import DataError
 
@@ -40,9 +39,9 @@ def whole_build(config: DataPrepConfig, tokenizer: Tokenizer | None = None) -> S
     """What `build_shards` writes, in this process, which is faster."""
     tokenizer, folder = tokenizer or make_tokenizer(config), config.shards.folder
     folder.mkdir()
-    path, chats = folder / tokenizer.file_name, Chats(tokenizer_folder(config), config.corpus.rewritten_answers)
-    path.write_bytes(tokenizer.model_bytes)
-    encoder = workers.Encoder(config.corpus, path, chats, Splitter(config.corpus, None))
+    (folder / tokenizer.file_name).write_bytes(tokenizer.model_bytes)
+    chats = Chats(tokenizer_folder(config), config.corpus.rewritten_answers)
+    encoder = workers.Encoder(config.corpus, tokenizer, chats, Splitter(config.corpus, None))
     found = {split: SplitWriter(folder, split, "uint16", config.shards.shard_tokens, FRESH) for split in SPLITS}
     bad = []
     for block in read_blocks(config.corpus):
@@ -140,7 +139,6 @@ def test_an_end_of_text_that_the_template_writes_is_not_repeated(tmp_path: Path)
     assert mask[-1]
 
 
-@pytest.mark.quick
 def test_tables_and_other_names_of_the_field_give_the_same_shards(tmp_path: Path):
     folder = chat_folder(tmp_path / "tokenizer")
     sources = {"lines": write_rows(tmp_path / "lines.jsonl", [{**row, "id": 1} for row in ROWS])}
@@ -195,7 +193,7 @@ def test_what_cannot_be_split_is_refused_by_its_line(tmp_path: Path, row: dict[s
 
 def test_messages_need_the_folder_of_the_tokenizer(tmp_path: Path):
     folder, source = chat_folder(tmp_path / "tokenizer"), write_rows(tmp_path / "rows.jsonl", ROWS)
-    file = {"kind": "hf", "path": str(folder / "tokenizer.json"), "eot_token": "<|endoftext|>"}
+    file = {"kind": "hf", "path": str(folder / "tokenizer.json"), "eot_token": EOT}
     config = prep_config(source, tmp_path / "shards", tokenizer=file)
     with pytest.raises(DataError, match=f"{source}, line 1: messages need a chat template; set tokenizer.path to the"):
         build_shards(config, make_tokenizer(config))
@@ -223,39 +221,53 @@ def test_texts_beside_answers_have_masks_only_in_their_shards(built: Built, tmp_
     assert not [*(tmp_path / "t").glob("*.loss_mask")]
 
 
-def test_builds_with_masks_have_equal_bytes_with_workers_stops_and_partitions(tmp_path: Path, monkeypatch):
+def test_builds_with_masks_have_equal_bytes_with_stops_and_partitions(built: Built, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(build, "read_blocks", partial(read_blocks, block_bytes=1000))
     monkeypatch.setattr(build, "COMMIT_SECONDS", 0.0)
-    folder, corpus = chat_folder(tmp_path / "tokenizer"), tmp_path / "corpus"
+    corpus = tmp_path / "corpus"
     corpus.mkdir()
     for number in range(3):
-        write_rows(corpus / f"{number}.jsonl", [*({"text": f"page {n}"} for n in range(9)), *ROWS[number::3]])
-    whole = config_of(corpus, tmp_path / "whole", folder)
-    build_shards(whole, make_tokenizer(whole))
+        pairs = ({"prompt": text, "completion": f"word {number}"} for text in TEXTS[number::3])
+        write_rows(corpus / f"{number}.jsonl", [*({"text": f"word {n}"} for n in range(9)), *pairs])
+    whole, stopped, joined = (prep_config(corpus, tmp_path / name) for name in ("whole", "stopped", "joined"))
+    build_shards(whole, built.tokenizer)
 
     class StoppedError(Exception): ...
 
-    def stop(progress: Any, after: list[int]) -> None:
-        after[0] -= 1
-        if not after[0]:
+    reports = iter(range(9))
+
+    def stop(progress: Any) -> None:
+        if next(reports, None) is None:
             raise StoppedError
 
-    stopped = config_of(corpus, tmp_path / "stopped", folder, workers=2)
-    for blocks in (3, 6):
-        with pytest.raises(StoppedError):
-            build_shards(stopped, make_tokenizer(stopped), partial(stop, after=[blocks]))
-    build_shards(stopped, make_tokenizer(stopped))
+    with pytest.raises(StoppedError):
+        build_shards(stopped, built.tokenizer, stop)
+    build_shards(stopped, built.tokenizer)
     assert files(tmp_path / "stopped") == files(tmp_path / "whole")
 
-    joined = config_of(corpus, tmp_path / "joined", folder)
     for number in range(2):
-        one = with_partition(joined, (number, 2))
-        build_shards(one, make_tokenizer(one))
-    build_shards(joined, make_tokenizer(joined), partitions=open_partitions(joined))
+        build_shards(with_partition(joined, (number, 2)), built.tokenizer)
+    build_shards(joined, built.tokenizer, partitions=open_partitions(joined))
     assert files(tmp_path / "joined") == files(tmp_path / "whole")
+    assert len([*(tmp_path / "joined").glob("*.loss_mask")]) > 5
 
+
+@pytest.mark.quick
+def test_shards_of_another_template_or_setting_are_others(tmp_path: Path):
+    folder = chat_folder(tmp_path / "tokenizer")
+    config = config_of(write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "shards", folder)
+    tokenizer, file = make_tokenizer(config), {"kind": "hf", "path": str(folder / "tokenizer.json"), "eot_token": EOT}
+    as_rows = config_of(tmp_path / "rows.jsonl", tmp_path / "shards", folder, rewritten_answers="rows")
+    before, of_rows, of_file = (
+        build.identity(one, tokenizer)
+        for one in (config, as_rows, prep_config(tmp_path / "rows.jsonl", tokenizer=file, rewritten_answers="rows"))
+    )
     (folder / "chat_template.jinja").write_text(THINKS)
-    assert difference(whole, make_tokenizer(whole)) == "the tokenizer changed"
+    after = build.identity(config, tokenizer)
+    assert before["settings"] != of_rows["settings"]
+    assert before["tokenizer"] != after["tokenizer"]
+    assert {*before["settings"]} - {*of_file["settings"]} == {"rewritten_answers"}  # as before there were answers
+    assert {*before["tokenizer"]} - {*of_file["tokenizer"]} == {"chat_template"}
 
 
 @pytest.mark.quick

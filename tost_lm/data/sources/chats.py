@@ -5,6 +5,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from tost_lm.errors import DataError, first_line, install_hint, printable
 
 MESSAGES, TOOLS, PAIR = "messages", "tools", ("prompt", "completion")
@@ -42,7 +44,7 @@ def completed(row: Mapping[str, Any]) -> Parts:
 
 
 class Chats:
-    """Renders messages by the chat template in the folder of a tokenizer. Picklable."""
+    """Renders messages by the chat template in the folder of a tokenizer, and tokenizes the result. Picklable."""
 
     def __init__(self, folder: Path | None, rewritten_answers: Literal["ignore", "rows"]) -> None:
         """
@@ -86,6 +88,10 @@ class Chats:
                 documents.append((Part(prompt, False), Part(answered[len(prompt) :], True)))
         return *documents, tuple(parts)
 
+    def encode(self, text: str) -> "np.ndarray":
+        """The ids of a part of a conversation, uint32 [tokens]: names of special tokens are these tokens."""
+        return np.array(self._pipeline.encode(text, add_special_tokens=False).ids, np.uint32)
+
     def _render(self, messages: Sequence[dict[str, Any]], tools: Any, *, prompts: bool = False) -> str:
         """The text of messages; a text that `prompts` ends where an answer begins."""
         tokenizer = self._tokenizer
@@ -113,6 +119,16 @@ class Chats:
         if not tokenizer.chat_template:
             raise UnusableError(f"{self._folder} has no chat template; add its chat_template.jinja")
         return tokenizer
+
+    @cached_property
+    def _pipeline(self) -> Any:
+        """The tokenizer itself."""
+        from tokenizers import Tokenizer
+
+        pipeline = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+        pipeline.no_truncation()
+        pipeline.no_padding()
+        return pipeline
 
 
 def _after(prompt: str, answered: str) -> str:

@@ -10,8 +10,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tost_lm.data.sources.blocks import listed
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, Tokenizer, escape
 from tost_lm.data.tokenizers.interface import UNESCAPED as SENTENCEPIECE_UNESCAPED
@@ -79,13 +77,6 @@ class HfTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return self._encode(self._escape(text) if self._escapes else text)
-
-    def encode_rendered(self, text: str) -> "np.ndarray":
-        self._pipeline.encode_special_tokens = False
-        try:
-            return np.array(self._encode(text), np.uint32)
-        finally:
-            self._pipeline.encode_special_tokens = True
 
     def decode(self, ids: Iterable[int]) -> str:
         text = self._decode(list(self._valid_utf8(map(int, ids)) if self._byte_of else map(int, ids)))

@@ -42,10 +42,6 @@ class Tokenizer(ABC):
         """The ids of `encode` as uint32 [tokens], possibly read-only."""
         return np.frombuffer(array("I", self.encode(text)), np.uint32)  # np.array takes three times as long
 
-    def encode_rendered(self, text: str) -> "np.ndarray":
-        """The ids of what a chat template wrote, uint32 [tokens]: names of special tokens are these tokens."""
-        raise NotImplementedError("only a tokenizer.json has a chat template")
-
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text of any ids in [0, vocab_size). The end-of-text id gives ''; invalid UTF-8 becomes U+FFFD."""
