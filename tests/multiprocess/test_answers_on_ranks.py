@@ -17,6 +17,7 @@ from tost_lm.config import validate
 from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
 from tost_lm.data.prefetch import MicroBatch, micro_batches
 from tost_lm.data.stages import Packing
+from tost_lm.errors import DataError
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.apply import parallelize
 from tost_lm.parallel.mesh import all_reduce
@@ -145,8 +146,8 @@ def test_two_by_two_ranks_in_tiles_have_the_losses_of_one_process(tmp_path: Path
                 assert found == pytest.approx(one_process, rel=FLOAT32_REORDERED, nan_ok=True), key
 
 
-def step_without_labels() -> tuple[float, float, str, bool]:
-    """A step in which no token counts, after one in which some do."""
+def without_labels(folder: Path) -> tuple[float, float, str, bool]:
+    """A step in which no token counts, after one in which some do; and a validation."""
     engine = build_engine(ParallelConfig(), "adamw")
     tokens, labels = torch.randint(VOCAB, (2, 2, T), generator=torch.Generator().manual_seed(0)).unbind()
     tiling = tile(engine.mesh, T)
@@ -155,9 +156,19 @@ def step_without_labels() -> tuple[float, float, str, bool]:
     ignored = MicroBatch(tokens, torch.full_like(labels, IGNORED_LABEL))
     outcome = train_step(engine, [ignored], tiling, LR["adamw"])
     unchanged = all(torch.equal(before[name], x) for name, x in engine.full_weights())
+
+    masked = hand_made(
+        folder / str(dist.get_rank()), LENGTHS, vocab_size=VOCAB, loss_mask=np.zeros(sum(LENGTHS), np.uint8)
+    )
+    batches = TrainingBatches(
+        Corpora([masked], [1.0]), BatchShard(engine.mesh.data.rank, 2, ((0, T),)), packing="concatenated", seed=0,
+        seq_len=T, global_batch_size=BATCH, micro_batch_size=2, ignored_label=IGNORED_LABEL,
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"validation\.sequences: no token of these .* counts in the loss; raise it"):
+        Validation(batches, engine.mesh, tiling, T, BATCH).measure(engine)
     return outcome.loss, outcome.grad_norm, outcome.reason_to_skip, unchanged
 
 
-def test_a_step_in_which_no_token_counts_is_skipped():
-    for found in run_on_ranks(step_without_labels, 2):
+def test_a_step_in_which_no_token_counts_is_skipped_and_such_a_validation_refused(tmp_path: Path):
+    for found in run_on_ranks(without_labels, 2, tmp_path):
         assert found == (0.0, 0.0, "no token of the batch counts in the loss", True)

@@ -237,8 +237,8 @@ def _field(line: str, text_field: str) -> str | dict[str, Any]:
     if text_field not in row:
         if divided_fields(row):
             return row
-        if missing := {*PAIR} - {*row} if not {*PAIR}.isdisjoint(row) else {}:
-            raise UnusableError(f"no field {min(missing)!r}; add it, or set corpus.text_field: {listed(row)}")
+        if len(lacking := {*PAIR} - {*row}) == 1:
+            raise UnusableError(f"no field {lacking.pop()!r}; add it, or set corpus.text_field: {listed(row)}")
         raise UnusableError(f"no field {text_field!r}; set corpus.text_field to one of the fields there: {listed(row)}")
     text = row[text_field]
     if isinstance(text, list) and text and isinstance(text[0], dict):
