@@ -10,8 +10,8 @@ from tost_lm.files import read_rows
 
 TRAIN = (
     "data.folder=shards", "run.name=chats", "run.device=cpu", "launch.cpu_ranks=1", "train.steps=2",
-    "train.seq_len=128", "train.global_batch_size=2", "train.micro_batch_size=1", "optim.warmup_steps=0", "validation.sequences=2",
-    "validation.interval=2",
+    "train.seq_len=128", "train.global_batch_size=2", "train.micro_batch_size=1", "optim.warmup_steps=0",
+    "validation.sequences=2", "validation.interval=2",
 )  # fmt: skip
 
 
