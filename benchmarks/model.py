@@ -31,7 +31,7 @@ from tost_lm.model.streaming import TILE_TOKENS, prefill
 
 RIVALS: dict[str, dict[str, Any]] = {
     "TSSA": {"pattern": "T", "positions": "none", "tssa": {"denom_bias": "head"}},
-    "delta hybrid": {**PRESETS["delta-350m"], "softmax": {"qk_norm": "all-heads"}},
+    "delta hybrid": {**PRESETS["delta-350m"], "softmax": {**PRESETS["delta-350m"]["softmax"], "kv_heads": None}},
     "softmax attention": {"pattern": "A", "positions": "none", "layer_scale": 0.0},
 }
 TRAINING, DECODING = "training step", "decoding a token"

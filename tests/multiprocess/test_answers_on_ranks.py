@@ -31,7 +31,8 @@ from tost_lm.testing import FLOAT32_REORDERED, assert_close, run_on_ranks
 
 pytestmark = pytest.mark.quick
 
-STEPS, PACKINGS = 3, ("best-fit", "concatenated")
+STEPS = 3
+PACKINGS: tuple[Packing, ...] = ("best-fit", "concatenated")
 MODEL = {"softmax": {"window": 7}, "z_loss": 0.1}
 LENGTHS = [1 + 37 * i % 49 for i in range(30)]
 

@@ -152,14 +152,23 @@ def test_recomputation_sends_nothing_where_what_was_received_is_kept(run: Any, c
     assert kept == never
     forward, backward = wholly
     assert forward == never[0]
-    assert len(forward) == 2 * collectives + 1
-    # Both exchanges of the TSSA layer and the one of keys and values once more.
+    assert len(forward) == 2 * collectives + 2
+    # Both exchanges of the TSSA layer and of the softmax layer once more.
     assert sorted(backward) == sorted(never[1] + forward)
 
 
 @pytest.mark.quick
-def test_a_softmax_layer_gathers_keys_and_values_and_scatters_their_gradients():
-    tokens, ranks = 1024, 4
+def test_a_softmax_layer_exchanges_tokens_for_heads_and_back():
+    tokens, ranks = 1024, H
+    [(forward, backward)] = run_on_ranks(sent_in_steps, ranks, [Case(tokens, sequences=2, pattern="A")])[1]
+    queries = 4 * 2 * (tokens // ranks) * C
+    assert forward == [(OTHER_KIND, 3 * queries), (OTHER_KIND, queries)]
+    assert backward == forward[::-1]
+
+
+@pytest.mark.quick
+def test_where_ranks_cannot_split_its_heads_it_gathers_keys_and_values_and_scatters_their_gradients():
+    tokens, ranks = 1023, 3
     [(forward, backward)] = run_on_ranks(sent_in_steps, ranks, [Case(tokens, sequences=2, pattern="A")])[1]
     shard_bytes = 4 * 2 * 2 * (tokens // ranks) * C
     assert forward == [(KIND, shard_bytes)]

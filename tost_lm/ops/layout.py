@@ -228,6 +228,22 @@ def _packed(offsets: tuple[int, ...], B: int, split: SequenceSplit) -> LocalDocu
     )
 
 
+@dataclass(frozen=True)
+class Dealt:
+    """The heads and tokens that each rank computes with, of a tensor [B, H, T, D] whose tokens are split over ranks."""
+
+    heads: tuple[slice, ...]
+    """By rank."""
+    tokens: tuple[tuple[slice, ...], ...]
+    """By rank, in rising order."""
+
+    def held(self, lengths: tuple[int, ...], rank: int, holder: int) -> list[slice]:
+        """Of the tokens that `rank` computes with, those of another rank, in its shard."""
+        start, end = sum(lengths[:holder]), sum(lengths[: holder + 1])
+        common = [(max(one.start, start), min(one.stop, end)) for one in self.tokens[rank]]
+        return [slice(first - start, last - start) for first, last in common if first < last]
+
+
 class SequenceShard(Protocol):
     """Communication with the ranks that hold the other tokens of the same sequences."""
 
@@ -271,4 +287,14 @@ class SequenceShard(Protocol):
     def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None, *, keep: bool = True) -> Tensor:
         """x of every rank in rank order, differentiable. `lengths` are its tokens on each rank; None: whole shards.
         Activation checkpointing keeps the result, or (not `keep`) gathers again."""
+        ...
+
+    def deal(self, parts: Sequence[Dealt], *xs_BHTD: Tensor) -> tuple[Tensor, ...]:
+        """What this rank computes with of each x, [B, h, t, D], from all ranks; differentiable. The gradients of heads
+        and tokens that several ranks compute with are summed."""
+        ...
+
+    def collect(self, part: Dealt, y_BhtD: Tensor, heads: int) -> Tensor:
+        """The reverse: [B, H, T, D] of this rank's tokens, `heads` heads, from what all ranks computed; differentiable.
+        Each head of a token is on one rank."""
         ...

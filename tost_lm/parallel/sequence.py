@@ -1,14 +1,15 @@
 """Sequence parallelism, which Megatron and torchtitan call context parallelism.
 
-Softmax attention gathers keys and values, with a window those of each rank's last tokens. A TSSA layer exchanges one
-row of statistics twice forward and twice backward, at any length: Σw², then Σ Π·w² with Σ Π; backward, their gradients
-in reverse order. Each rank needs the sum over earlier ranks (backward: over later ranks). Up to `ALL_GATHER_RANKS`
-ranks gather all rows. Above that, each rank sums a slice of the columns for all ranks, so the bytes it receives do not
-grow with the ranks. The order is fixed, so all ranks have the same state. A delta layer gathers maps of states
-(`tost_lm.ops.affine`), or passes states on from rank to rank. Shapes as in `tost_lm.mixers.tssa.phases`; R
-ranks, C columns.
+Softmax attention exchanges tokens for heads, or gathers keys and values, with a window those of each rank's last
+tokens. A TSSA layer exchanges one row of statistics twice forward and twice backward, at any length: Σw², then Σ Π·w²
+with Σ Π; backward, their gradients in reverse order. Each rank needs the sum over earlier ranks (backward: over later
+ranks). Up to `ALL_GATHER_RANKS` ranks gather all rows. Above that, each rank sums a slice of the columns for all ranks,
+so the bytes it receives do not grow with the ranks. The order is fixed, so all ranks have the same state. A delta layer
+gathers maps of states (`tost_lm.ops.affine`), or passes states on from rank to rank. Shapes as in
+`tost_lm.mixers.tssa.phases`; R ranks, C columns.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from tost_lm.ops.layout import SequenceSplit
+from tost_lm.ops.layout import Dealt, SequenceSplit
 from tost_lm.ops.precision import statistics_dtype
 from tost_lm.parallel.mesh import Axis, all_gather, all_to_all, not_keeping_received, reduce_scatter
 from tost_lm.sizes import ALL_GATHER_RANKS, PASSED_SLICES
@@ -72,6 +73,99 @@ class RankShard:
         """Implements `SequenceShard.gather`."""
         with nullcontext() if keep else not_keeping_received():
             return _Gather.apply(x_BHTD, self.axis, lengths or self.split.lengths)  # pyright: ignore[reportReturnType]
+
+    def deal(self, parts: Sequence[Dealt], *xs_BHTD: Tensor) -> tuple[Tensor, ...]:
+        """Implements `SequenceShard.deal`: one all-to-all."""
+        return _Deal.apply(self, parts, *xs_BHTD)  # pyright: ignore[reportReturnType]
+
+    def collect(self, part: Dealt, y_BhtD: Tensor, heads: int) -> Tensor:
+        """Implements `SequenceShard.collect`: one all-to-all."""
+        return _Collect.apply(self, part, y_BhtD, heads)  # pyright: ignore[reportReturnType]
+
+
+class _Deal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shard: RankShard, parts: Sequence[Dealt], *xs: Tensor):
+        ctx.shard, ctx.parts, ctx.heads = shard, parts, [x.shape[1] for x in xs]
+        return tuple(_sent(shard, parts, xs))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *d_ys: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, *_returned(ctx.shard, ctx.parts, d_ys, ctx.heads)
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shard: RankShard, part: Dealt, y: Tensor, heads: int):
+        ctx.shard, ctx.part = shard, part
+        return _returned(shard, [part], [y], [heads])[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_x: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, *_sent(ctx.shard, [ctx.part], [d_x]), None
+
+
+def _sent(shard: RankShard, parts: Sequence[Dealt], xs: Sequence[Tensor]) -> list[Tensor]:
+    """From the ranks that hold tokens to those that compute with them."""
+    (rank, size, _), lengths = shard.axis, shard.split.lengths
+    shapes, sent, sizes = _shapes(shard, parts, xs), [], []
+    for r in range(size):
+        dealt = [(x[:, part.heads[r]], part.held(lengths, r, rank)) for x, part in zip(xs, parts, strict=True)]
+        to_rank = [torch.cat([x[:, :, one] for one in held] or [x[:, :, :0]], 2).flatten() for x, held in dealt]
+        sent += to_rank
+        sizes.append(sum(map(len, to_rank)))
+    received = all_to_all(torch.cat(sent), sizes, [sum(map(math.prod, of_rank)) for of_rank in shapes], shard.axis)
+    flat = iter(received.split([math.prod(shape) for of_rank in shapes for shape in of_rank]))
+    of_ranks = [[next(flat).view(shape) for shape in of_rank] for of_rank in shapes]
+    return [torch.cat(from_ranks, 2) for from_ranks in zip(*of_ranks, strict=True)]
+
+
+def _returned(shard: RankShard, parts: Sequence[Dealt], ys: Sequence[Tensor], heads: Sequence[int]) -> list[Tensor]:
+    """The transposed function: sums of what the ranks computed, in float32 or higher."""
+    (rank, size, _), lengths, B = shard.axis, shard.split.lengths, len(ys[0])
+    shapes = _shapes(shard, parts, ys)
+    split = zip(*(y.split([of_rank[i][2] for of_rank in shapes], 2) for i, y in enumerate(ys)), strict=True)
+    sent = torch.cat([x.flatten() for to_rank in split for x in to_rank])
+    places = [[(part.heads[r], part.held(lengths, r, rank)) for part in parts] for r in range(size)]
+    sums = [
+        y.new_zeros(B, H, lengths[rank], y.shape[3], dtype=statistics_dtype(y)) for y, H in zip(ys, heads, strict=True)
+    ]
+    sizes = [
+        B * _heads(h) * _tokens(held) * y.shape[3]
+        for of_rank in places
+        for y, (h, held) in zip(ys, of_rank, strict=True)
+    ]
+    of_rank = [sum(sizes[r * len(parts) : (r + 1) * len(parts)]) for r in range(size)]
+    received = all_to_all(sent, [sum(map(math.prod, each)) for each in shapes], of_rank, shard.axis)
+    for n, x in enumerate(received.split(sizes)):
+        r, i = divmod(n, len(parts))
+        h, held = places[r][i]
+        of_slices = x.view(B, _heads(h), _tokens(held), ys[i].shape[3]).split([_tokens([one]) for one in held], 2)
+        for one, of_slice in zip(held, of_slices if held else (), strict=True):
+            sums[i][:, h, one] += of_slice
+    return [x.to(y.dtype) for x, y in zip(sums, ys, strict=True)]
+
+
+def _shapes(shard: RankShard, parts: Sequence[Dealt], like: Sequence[Tensor]) -> list[list[tuple[int, ...]]]:
+    """By rank that holds tokens, of each part the shape of what this rank computes with."""
+    (rank, size, _), lengths = shard.axis, shard.split.lengths
+    return [
+        [
+            (len(x), _heads(part.heads[rank]), _tokens(part.held(lengths, rank, holder)), x.shape[3])
+            for x, part in zip(like, parts, strict=True)
+        ]
+        for holder in range(size)
+    ]
+
+
+def _heads(heads: slice) -> int:
+    return heads.stop - heads.start
+
+
+def _tokens(slices: Sequence[slice]) -> int:
+    return sum(map(_heads, slices))
 
 
 class _Gather(torch.autograd.Function):

@@ -28,6 +28,8 @@ class Outcome(NamedTuple):
     """Why weights and optimizer did not change; empty: the step was applied."""
     stop_reason: str = ""
     """Why the run stops after it, one of `graceful_stop.REASONS`; empty: it continues."""
+    flops: float = 0.0
+    """Of the global batch."""
 
     @property
     def loss(self) -> float:
@@ -42,6 +44,7 @@ def train_step(
     reason_to_skip: Callable[[float, float], str] = lambda loss, grad_norm: "",
     before_update: Callable[[], None] = lambda: None,
     stop: StopOfRanks | None = None,
+    flops: float = 0.0,
 ) -> Outcome:
     """One optimizer step on this rank's tokens: the columns of each row that `tiling` assigns to it.
 
@@ -50,6 +53,7 @@ def train_step(
         before_update: called between the last backward and the update.
         stop: compares the ranks between micro-batches and at the end. The host reads what it found between two of them
             when the next one is in the GPU's queue, and then may abandon the step without an update.
+        flops: of the rows of these micro-batches, for `Outcome.flops`.
 
     Raises:
         StopRequestedError: the step was abandoned.
@@ -77,8 +81,8 @@ def train_step(
         if stop and len(found) < len(micro_batches):
             end_check = stop.begin_check()
     means = torch.stack([torch.stack([*scalars.values()]) for scalars in found]).mean(0)
-    votes = torch.tensor(stop.votes_of_step() if stop else [], dtype=means.dtype)
-    of_rank = [means, labels_here.to(means.dtype)[None], to_device(votes, means.device)]
+    others = torch.tensor([flops, *(stop.votes_of_step() if stop else [])], dtype=means.dtype)
+    of_rank = [means, labels_here.to(means.dtype)[None], to_device(others, means.device)]
     # Tensor ranks have the same loss, but all must decide alike, even if one of them computed a wrong one.
     totals = all_reduce(all_reduce(torch.cat(of_rank), mesh.replicas), mesh.tensor)
     before_update()
@@ -99,5 +103,7 @@ def train_step(
     # A device computes scalars and norm before the host waits for either.
     grad_norm = engine.update(lr, lambda norm: not reason(norm))
     unusable = "" if math.isfinite(grad_norm) else f"gradient norm is {grad_norm}"
-    stop_reason = stop.reason_of(results()[len(found[0]) + 1 :]) if stop else ""
-    return Outcome(scalars(), grad_norm, reason(grad_norm) or unusable, stop_reason)
+    _, all_flops, *votes = results()[len(found[0]) :]
+    stop_reason = stop.reason_of(votes) if stop else ""
+    skipped = reason(grad_norm) or unusable
+    return Outcome(scalars(), grad_norm, skipped, stop_reason, all_flops / (mesh.sequence.size * mesh.tensor.size))

@@ -125,6 +125,7 @@ class Chats:
         """The tokenizer itself."""
         from tokenizers import Tokenizer
 
+        assert self._folder is not None, "a template rendered the text"
         pipeline = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
         pipeline.no_truncation()
         pipeline.no_padding()
