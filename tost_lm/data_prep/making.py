@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tost_lm.data.settings import DataPrepConfig, ShardsConfig
-from tost_lm.data.shard_format import SPLITS, read_manifest
+from tost_lm.data.shard_format import SPLITS, counted_tokens, read_manifest
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import left_out_files
 from tost_lm.data.tokenizers import Tokenizer, make_tokenizer
@@ -63,6 +63,8 @@ def make_shards(config: DataPrepConfig, partitions: Callable[[], Sequence[Shards
         if entry["documents"]:
             size = entry["bytes"]
             text = "" if size is None else f", {size:,} bytes, {size / entry['tokens']:.3f} bytes per token"
+            if (counted := counted_tokens(entry)) < entry["tokens"]:
+                text = f", {counted:,} ({counted / entry['tokens']:.1%}) of them count in the loss{text}"
             print(f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens{text}")
     rows = manifest["rows"]
     if rows["bad"] or rows["left_out"]:

@@ -162,6 +162,27 @@ def hf_tokenizer(path: Path, eot_token: str | None, normalization: str) -> HfTok
     return tokenizer
 
 
+def eos_token(folder: Path) -> str | None:
+    """The end-of-text token of a folder: as of a model, else as of a tokenizer; None: it names none.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    try:
+        model, tokenizer = (
+            json.loads(path.read_text("utf-8")) if path.is_file() else {}
+            for path in (folder / "config.json", folder / "tokenizer_config.json")
+        )
+        eos = (model if "eos_token_id" in model else model.get("text_config", {})).get("eos_token_id")
+        eos = eos[0] if isinstance(eos, list) and eos else eos
+        if isinstance(eos, int):
+            return _parse((folder / "tokenizer.json").read_text("utf-8")).id_to_token(eos)
+        named = tokenizer.get("eos_token")
+        return named["content"] if isinstance(named, dict) else named
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise DataError(f"tokenizer.path {folder}: damaged: {first_line(error)}; copy its files again") from None
+
+
 def _parse(text: str) -> Any:
     try:
         import tokenizers
