@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.shard_format import SPLITS, dtype_for
 from tost_lm.data.sources import BadRow, CorpusBlock, Document, Splitter, parse
-from tost_lm.data.tokenizers import read_tokenizer
+from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.lossless import first_loss
 from tost_lm.errors import DataError
 from tost_lm.lifetime import without_interrupts
@@ -105,7 +104,7 @@ class Encoded(NamedTuple):
 
 
 def encoded_blocks(
-    blocks: Iterable[CorpusBlock], corpus: CorpusConfig, tokenizer: Path, splitter: Splitter, workers: int
+    blocks: Iterable[CorpusBlock], corpus: CorpusConfig, tokenizer: Tokenizer, splitter: Splitter, workers: int
 ) -> Generator[tuple[CorpusBlock, Encoded], None, None]:
     """Each block with its tokens from one of `workers` processes, in order; reads a bounded number of blocks ahead.
 
@@ -122,8 +121,8 @@ def encoded_blocks(
 class _Encoder:
     """In a worker process: tokenizes blocks, and decodes the first texts and those that are scored again."""
 
-    def __init__(self, corpus: CorpusConfig, tokenizer: Path, splitter: Splitter) -> None:
-        self._corpus, self._tokenizer, self._splitter = corpus, read_tokenizer(tokenizer), splitter
+    def __init__(self, corpus: CorpusConfig, tokenizer: Tokenizer, splitter: Splitter) -> None:
+        self._corpus, self._tokenizer, self._splitter = corpus, tokenizer, splitter
         self._checked = 0
 
     def encode(self, block: CorpusBlock) -> Encoded:

@@ -223,7 +223,7 @@ def _build(
             else encoded_blocks(
                 read_blocks(config.corpus, journal.position, partition=partition_of(config) or (0, 1)),
                 config.corpus,
-                temp / tokenizer.file_name,
+                tokenizer,
                 splitter,
                 config.shards.workers or available_cores(),
             )
