@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tost_lm.config import Section
 from tost_lm.mixers.shape import MixerShape
 from tost_lm.ops.rotary import Rotary
-from tost_lm.sizes import ALL_GATHER_RANKS
+from tost_lm.sizes import ALL_GATHER_RANKS, rows_of_groups
 
 
 class Flops(NamedTuple):
@@ -208,9 +208,9 @@ class MixerSpec(ABC):
         """Bytes of a row's statistics that a sequence rank sends in the two exchanges of a forward or a backward, for
         all tensor ranks together."""
 
-    def passed_on_bytes(self, load: Load) -> float:
-        """Bytes of a row's states that a sequence rank passes on to the next in a forward, and of their gradients in a
-        backward, for all tensor ranks together."""
+    def grouped_bytes(self, load: Load, *, backward: bool) -> float:
+        """Bytes of a row that sequence ranks gather in groups and between groups instead, each in an exchange, for all
+        tensor ranks together."""
         return 0.0
 
     def summed_bytes(self, load: Load) -> float:
@@ -244,7 +244,8 @@ class RecurrentSpec(MixerSpec):
     def received_bytes(self, load: Load) -> float:
         if load.sequence == 1:
             return 0.0
-        received = load.exchanged_rows * self.exchanged_bytes(load, backward=False) + self.passed_on_bytes(load)
+        received = load.exchanged_rows * self.exchanged_bytes(load, backward=False)
+        received += rows_of_groups(load.sequence) * self.grouped_bytes(load, backward=False)
         return received / load.tokens_here / load.tensor
 
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
@@ -262,12 +263,15 @@ class AffineSpec(RecurrentSpec):
         return self.summed_bytes(load)
 
     def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
-        """The map of the tokens and the state before them, or the gradient of a state."""
-        factor, added = self.map_bytes(load)
-        return (added if backward else factor + 2 * added) if load.sequence <= ALL_GATHER_RANKS else 0.0
+        return self._maps_bytes(load, backward) if load.sequence <= ALL_GATHER_RANKS else 0.0
 
-    def passed_on_bytes(self, load: Load) -> float:
-        return self.map_bytes(load)[1] if load.sequence > ALL_GATHER_RANKS else 0.0
+    def grouped_bytes(self, load: Load, *, backward: bool) -> float:
+        return self._maps_bytes(load, backward) if load.sequence > ALL_GATHER_RANKS else 0.0
+
+    def _maps_bytes(self, load: Load, backward: bool) -> float:
+        """The map of the tokens, or the gradient of a state."""
+        factor, added = self.map_bytes(load)
+        return added if backward else factor + added
 
     def summed_bytes(self, load: Load) -> float:
         return 2 * self.map_bytes(load)[1]

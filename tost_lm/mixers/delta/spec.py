@@ -13,10 +13,10 @@ gate (not for that of a sigmoid), product and the input of the output projection
 decays or 12·H·K for those of channels, 16·h for lengths; a state 4·H·K·V for each group of chunks. With several
 sequence ranks, the maps of their tokens store 4·H·(K + V) and (K + V)/V such states.
 
-A state is 8·H·K·V + 3·e·E bytes: a matrix for each value head in float64, and the convolution's last 3 tokens. Up to
-`ALL_GATHER_RANKS` sequence ranks gather the maps of their tokens and states, 4·H·K·(K + 2·V) bytes a row, and 4·H·K·V
-in the backward; more pass states of 4·H·K·V bytes on, in both. All exchange the convolution's tokens. Between tiles
-they add up the states in float64, and their gradients.
+A state is 8·H·K·V + 3·e·E bytes: a matrix for each value head in float64, and the convolution's last 3 tokens. Sequence
+ranks gather the maps of their tokens, 4·H·K·(K + V) bytes a row, and 4·H·K·V in the backward; more than
+`ALL_GATHER_RANKS` do so in groups, and between groups. All exchange the convolution's tokens. Between tiles they add up
+the states in float64, and their gradients.
 """
 
 from tost_lm.mixers.delta.settings import (

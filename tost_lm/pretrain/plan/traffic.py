@@ -9,7 +9,7 @@ from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, load_of, micro_batc
 from tost_lm.pretrain.plan.memory import logit_tiles, parameters_per_rank, reduced_at_once
 from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.sizes import ALL_GATHER_RANKS, PASSED_SLICES
+from tost_lm.sizes import ALL_GATHER_RANKS, rows_of_groups
 
 TENSORS_PER_LAYER = 10
 """Parameters of a layer, about."""
@@ -183,19 +183,20 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     (with a window of a shard's last tokens).
 
     The forward sends all again for tiles that are computed twice. In all-to-alls, a rank sends its row in one, and the
-    results for other ranks in a second one. States that ranks pass on take the place of one of the two exchanges.
+    results for other ranks in a second one. Maps of states take the place of one of the two exchanges: ranks gather
+    them in groups, then between groups.
     """
     parallel, model, k = config.parallel, config.model, config.micro_batches
     ranks, tensor, mixers = parallel.sequence, parallel.tensor, [spec for spec, _ in model.mixers]
     loads = {spec: load_of(config, spec) for spec in mixers}
     rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
     exchanging = [spec for spec in mixers if spec.exchanged_bytes(loads[spec], backward=False)]
-    passing = [spec for spec in mixers if spec.passed_on_bytes(loads[spec])]
+    grouped = [spec for spec in mixers if spec.grouped_bytes(loads[spec], backward=False)]
     backwards, again = tiles(config), sent_again(config)
     passes = tiles(config) * (1 + again) + tiles(config) - 1
     calls, statistics = 0.0, 0.0
     for spec in exchanging:
-        layers, exchanges = spec.layers(model.letters), 1 if spec in passing else 2
+        layers, exchanges = spec.layers(model.letters), 1 if spec in grouped else 2
         calls += k * layers * exchanges * (passes + backwards)
         forward, backward = (spec.exchanged_bytes(loads[spec], backward=backward) for backward in (False, True))
         statistics += k * rows * layers * (passes * forward + backwards * backward) / tensor
@@ -214,12 +215,11 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     if summed:
         kind, times = ("all-gather", 1) if ranks <= ALL_GATHER_RANKS else ("all-to-all", 2)
         yield Collectives("states after tiles", kind, times * summed, times * row, ranks, tensor)
-    for spec in passing:
-        times = (passes + backwards) * k * spec.layers(model.letters)
-        hops = times * (ranks + PASSED_SLICES - 2)
-        # On average: the last rank does not pass states on, nor the first one gradients.
-        sent = times * rows * spec.passed_on_bytes(loads[spec]) / tensor * (ranks - 1) / ranks
-        yield Collectives("states passed on", "all-to-all", hops, sent, ranks, tensor)
+    for spec in grouped:
+        layers = k * spec.layers(model.letters)
+        forward, backward = (spec.grouped_bytes(loads[spec], backward=backward) for backward in (False, True))
+        sent = rows * layers * (passes * forward + backwards * backward) / tensor * rows_of_groups(ranks)
+        yield Collectives("maps of states", "all-to-all", 2 * layers * (passes + backwards), sent, ranks, tensor)
     for spec in mixers:
         starts = range(0, config.row_tokens, config.tile_tokens)
         sizes = [min(config.tile_tokens, config.row_tokens - start) for start in starts]
