@@ -1,7 +1,7 @@
 """States that 17 to 256 simulated sequence ranks pass on: equal to one process, in few exchanges and few bytes."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -117,7 +117,7 @@ def results(all_numbers: Numbers, offsets: tuple[int, ...] | None, shard: RankSh
             finals.append(state)
         return torch.stack(outputs), torch.stack(finals)
 
-    def maps(tokens: slice, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def maps(tokens: slice, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         found, at = [], tokens.start
         for length in lengths:
             F = factor_t.shape[-1]
@@ -129,6 +129,7 @@ def results(all_numbers: Numbers, offsets: tuple[int, ...] | None, shard: RankSh
         return torch.stack([whole for whole, _ in found]), torch.stack([state for _, state in found])
 
     output, final = affine_scan(scan, maps, initial, local=local, shard=shard, output_final_state=True)
+    assert final is not None
     loss = (output * numbers.of_outputs.flatten(0, 1)).sum() + (final * numbers.of_finals).sum()
     gradients = torch.autograd.grad(loss, leaves)
     outputs = output.detach().unflatten(0, (B, T))
