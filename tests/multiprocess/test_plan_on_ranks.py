@@ -104,8 +104,8 @@ def test_messages_of_all_to_alls(tile_tokens: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tile_tokens", [256, 100])
-def test_messages_of_states_that_are_passed_on(tile_tokens: int, monkeypatch: pytest.MonkeyPatch):
-    """On average: the first and the last rank pass on less."""
+def test_messages_of_maps_that_groups_gather(tile_tokens: int, monkeypatch: pytest.MonkeyPatch):
+    """On average: groups may differ in size."""
     settings = settings_of(**TINY, heads=8, pattern="DT", parallel={"sequence": 4}, memory={"tile_tokens": tile_tokens})
     monkeypatch.setattr(plan_activations, "ALL_GATHER_RANKS", 1)
     on_ranks = run_on_ranks(by_all_to_alls, 4, train_measured, settings)

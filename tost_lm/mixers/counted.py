@@ -24,6 +24,7 @@ from tost_lm.mixers.spec import NO_FLOPS, Costs, Flops, Load, MixerSpec, Numbers
 from tost_lm.mixers.state import leaves
 from tost_lm.ops.layout import Dealt, SequenceSplit
 from tost_lm.ops.positions import SequenceInfo
+from tost_lm.sizes import rank_groups
 from tost_lm.torch_internals import FakeFloats
 from tost_lm.user_files import explained_errors
 
@@ -58,18 +59,23 @@ class _CountingShard:
     """A `tost_lm.ops.layout.SequenceShard` of a rank without the others: it counts what it would send."""
 
     def __init__(self, split: SequenceSplit, gathers: bool):
+        ranks = len(split.lengths)
         self.split, self.gathers = split, gathers
-        self.exchanged = self.passed_on = self.dealt = self.gathered_channels = 0
+        self.groups = (range(ranks),) if gathers else rank_groups(ranks)
+        self.exchanged = self.grouped = self.dealt = self.gathered_channels = 0
 
     def exchange_rows(self, row: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
         self.exchanged += row.nbytes
         rows_R = torch.stack([row] * len(self.split.lengths))
         return function(rows_R, slice(row.shape[-1]))[self.split.rank].clone()
 
-    def pass_on(self, like: Tensor, function: Callable[[Tensor, slice], Tensor], *, reverse: bool = False) -> Tensor:
-        self.passed_on += like.nbytes
-        function(torch.zeros_like(like), slice(like.shape[-1]))
-        return torch.zeros_like(like)
+    def gather_group(self, x: Tensor) -> Tensor:
+        self.exchanged += x.nbytes if self.gathers else 0
+        self.grouped += 0 if self.gathers else x.nbytes
+        return torch.stack([x] * len(next(group for group in self.groups if self.split.rank in group)))
+
+    def gather_groups(self, x: Tensor) -> Tensor:
+        return torch.stack([x] * len(self.groups))
 
     def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None, *, keep: bool = True) -> Tensor:
         self.gathered_channels += x_BHTD.shape[1] * x_BHTD.shape[3]
@@ -141,9 +147,9 @@ def costs(spec: MixerSpec, load: Load) -> Costs:
         launches=counts["launches"],
         stored=counts["stored"] / tokens,
         state=counts["state"],
-        received=load.received(counts["sent forward"], counts["passed on"]) + gathered + dealt / load.tensor,
+        received=load.received(counts["sent forward"], counts["grouped forward"]) + gathered + dealt / load.tensor,
         exchanged=(counts["sent forward"], counts["sent backward"]),
-        passed_on=counts["passed on"],
+        grouped=(counts["grouped forward"], counts["grouped backward"]),
         summed=counts["sent with a state"] - counts["sent forward"],
         dealt=dealt,
         gathered_channels=int(counts["gathered channels"]),
@@ -178,7 +184,7 @@ def _traced(
         info = info.with_rotary(spec.rotary(shape), dtype)
         with torch.no_grad():
             _, state = functional_call(layer, parameters, (x_BTC, None, info))  # and fills caches of offsets
-        with_state, shard.exchanged, shard.passed_on, shard.dealt, shard.gathered_channels = shard.exchanged, 0, 0, 0, 0
+        with_state, shard.exchanged, shard.grouped, shard.dealt, shard.gathered_channels = shard.exchanged, 0, 0, 0, 0
         counter.launches = counter.flops = 0
         others = {x.untyped_storage() for x in (x_BTC, *parameters.values(), *(info.rotary or ()))}
         stored: set[torch.UntypedStorage] = set()
@@ -189,7 +195,7 @@ def _traced(
 
         with saved_tensors_hooks(store, lambda x: x):
             y_BTC, _ = functional_call(layer, parameters, (x_BTC, None, replace(info, output_state=False)))
-        flops, exchanged, passed_on = counter.flops, shard.exchanged, shard.passed_on
+        flops, exchanged, grouped = counter.flops, shard.exchanged, shard.grouped
         y_BTC.backward(torch.ones_like(y_BTC))
     return {
         "launches": counter.launches,
@@ -200,7 +206,8 @@ def _traced(
         "sent forward": exchanged,
         "sent backward": shard.exchanged - exchanged,
         "sent with a state": with_state,
-        "passed on": passed_on,
+        "grouped forward": grouped,
+        "grouped backward": shard.grouped - grouped,
         "dealt": shard.dealt,
         "gathered channels": shard.gathered_channels,
     }

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from tost_lm.config import Section
 from tost_lm.mixers.shape import MixerShape
 from tost_lm.ops.rotary import Rotary
+from tost_lm.sizes import rows_of_groups
 
 
 class Flops(NamedTuple):
@@ -77,11 +78,12 @@ class Load(NamedTuple):
         # Of all ranks; in all-to-alls a rank's columns of all, the sums before it, and with tiles those over all ranks.
         return self.sequence if self.gathers else 2 + (self.tile_tokens < self.row_tokens)
 
-    def received(self, exchanged: float, passed_on: float) -> float:
-        """Bytes per token that a rank receives, if each sends so many bytes of a row."""
+    def received(self, exchanged: float, grouped: float) -> float:
+        """Bytes per token that a rank receives, if each sends so many bytes of a row, also in groups."""
         if self.sequence == 1:
             return 0.0
-        return (self.exchanged_rows * exchanged + passed_on) / self.tokens_here / self.tensor
+        rows = self.exchanged_rows * exchanged + rows_of_groups(self.sequence) * grouped
+        return rows / self.tokens_here / self.tensor
 
 
 class Costs(NamedTuple):
@@ -97,9 +99,8 @@ class Costs(NamedTuple):
     """Bytes per token of a rank that recomputation keeps because other ranks sent them."""
     exchanged: tuple[float, float] = (0.0, 0.0)
     """Bytes of a row's statistics that a sequence rank sends in the two exchanges of a forward, and of a backward."""
-    passed_on: float = 0.0
-    """Bytes of a row's states that a sequence rank passes on to the next in a forward, and of their gradients in a
-    backward."""
+    grouped: tuple[float, float] = (0.0, 0.0)
+    """Bytes of a row that sequence ranks gather in groups, and as many between groups, in a forward and a backward."""
     summed: float = 0.0
     """Bytes of a row's state after a tile, or of its gradient, that sequence ranks add up in another exchange."""
     dealt: float = 0.0

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import CHAT_FILES, fingerprint
+from tost_lm.data.tokenizers.fast import fastest
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.hf import HfTokenizer, eos_token, hf_tokenizer
 from tost_lm.data.tokenizers.interface import SentencePieceTokenizer, Tokenizer
@@ -19,6 +20,7 @@ __all__ = [
     "LosslessTokenizer",
     "SentencePieceTokenizer",
     "Tokenizer",
+    "fastest",
     "find_tokenizer",
     "make_tokenizer",
     "read_tokenizer",

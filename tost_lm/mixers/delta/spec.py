@@ -13,10 +13,10 @@ gate (not for that of a sigmoid), product and the input of the output projection
 decays or 12·H·K for those of channels, 16·h for lengths; a state 4·H·K·V for each group of chunks. With several
 sequence ranks, the maps of their tokens store 4·H·(K + V) and (K + V)/V such states.
 
-A state is 8·H·K·V + 3·e·E bytes: a matrix for each value head in float64, and the convolution's last 3 tokens. Up to
-`ALL_GATHER_RANKS` sequence ranks gather the maps of their tokens and states, 4·H·K·(K + 2·V) bytes a row, and 4·H·K·V
-in the backward; more pass states of 4·H·K·V bytes on, in both. All exchange the convolution's tokens. Between tiles
-they add up the states in float64, and their gradients.
+A state is 8·H·K·V + 3·e·E bytes: a matrix for each value head in float64, and the convolution's last 3 tokens. Sequence
+ranks gather the maps of their tokens, 4·H·K·(K + V) bytes a row, and 4·H·K·V in the backward; more than
+`ALL_GATHER_RANKS` do so in groups, and between groups. All exchange the convolution's tokens. Between tiles they add up
+the states in float64, and their gradients.
 """
 
 from tost_lm.mixers.delta.settings import (
@@ -89,14 +89,15 @@ class DeltaSpec(RecurrentSpec):
         _, H, K, V = sizes = DeltaSizes.of(load.shape)
         factor, added = 4 * H * K * K, 4 * H * K * V  # of the map of a row's tokens, in float32
         taps = load.element_bytes * sizes.convolved * (CONV_TAPS - 1)
-        forward, backward, passed_on = (factor + 2 * added, added, 0.0) if load.gathers else (0.0, 0.0, added)
+        maps, none = (factor + added, added), (0.0, 0.0)  # the map of the tokens, and the gradient of a state
+        (forward, backward), grouped = (maps, none) if load.gathers else (none, maps)
         return Costs(
             launches=145,  # with a decay for each channel 16 more
             stored=_stored_bytes(sizes, load),
             state=2 * added + taps,
-            received=load.received(forward + taps, passed_on),
+            received=load.received(forward + taps, grouped[0]),
             exchanged=(forward + taps, backward + taps),
-            passed_on=passed_on,
+            grouped=grouped,
             summed=2 * added,
         )
 

@@ -10,7 +10,7 @@ from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, costs_of, load_of, 
 from tost_lm.pretrain.plan.memory import logit_tiles, parameters_per_rank, reduced_at_once
 from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.sizes import PASSED_SLICES
+from tost_lm.sizes import rows_of_groups
 
 HEADS = "heads of attention"
 TENSORS_PER_LAYER = 10
@@ -185,7 +185,8 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     heads, or gathered keys and values (with a window of a shard's last tokens).
 
     The forward sends all again for tiles that are computed twice. In all-to-alls, a rank sends its row in one, and the
-    results for other ranks in a second one. States that ranks pass on take the place of one of the two exchanges.
+    results for other ranks in a second one. Maps of states take the place of one of the two exchanges: ranks gather
+    them in groups, then between groups.
     """
     parallel, model, k = config.parallel, config.model, config.micro_batches
     ranks, tensor = parallel.sequence, parallel.tensor
@@ -201,7 +202,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     for layers, costs, _ in used:
         forward, backward = costs.exchanged
         if forward:
-            calls += k * layers * (1 if costs.passed_on else 2) * (passes + backwards)
+            calls += k * layers * (1 if costs.grouped[0] else 2) * (passes + backwards)
             statistics += k * rows * layers * (passes * forward + backwards * backward) / tensor
         # States between tiles: forward, again in the second forward, and backward.
         if costs.summed:
@@ -216,11 +217,10 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         yield Collectives("sequence statistics", "all-to-all", 2 * calls, sent, ranks, tensor)
         yield Collectives("states after tiles", "all-to-all", 2 * summed, 2 * row, ranks, tensor)
     for layers, costs, _ in used:
-        times = (passes + backwards) * k * layers if costs.passed_on else 0
-        hops = times * (ranks + PASSED_SLICES - 2)
-        # On average: the last rank does not pass states on, nor the first one gradients.
-        sent = times * rows * costs.passed_on / tensor * (ranks - 1) / ranks
-        yield Collectives("states passed on", "all-to-all", hops, sent, ranks, tensor)
+        forward, backward = costs.grouped
+        calls = 2 * k * layers * (passes + backwards) if forward else 0
+        sent = rows * k * layers * (passes * forward + backwards * backward) / tensor * rows_of_groups(ranks)
+        yield Collectives("maps of states", "all-to-all", calls, sent, ranks, tensor)
     for layers, costs, _ in used:
         forwards = 1 + again + fraction_computed_twice(config)
         sent = k * layers * micro_batch_tokens(config) * (forwards + 1) * costs.dealt / tensor
