@@ -95,6 +95,10 @@ class Costs(NamedTuple):
     """Bytes per token that autograd stores between the projections, the input of the last one included."""
     state: float
     """Bytes of the state of a row between tiles, or if it grows (`kept_tokens` is None) of what a tile adds."""
+    moved: tuple[float, float] | None = None
+    """Bytes per token that are read and written between the projections in a forward, and in a backward, apart from
+    products between tokens. None: each stored tensor is written and read forward, and read backward with its gradient
+    written and read."""
     received: float = 0.0
     """Bytes per token of a rank that recomputation keeps because other ranks sent them."""
     exchanged: tuple[float, float] = (0.0, 0.0)
@@ -148,7 +152,7 @@ class MixerSpec(ABC):
     obstacle_to_determinism: str | None = None
     """Why training on a GPU may round differently each time, whatever torch is asked for; None: it does not."""
     kernel_bandwidth: float = 1.0
-    """Fraction of a copy's bandwidth at which `kernel_bytes` are read and written."""
+    """Fraction of a copy's bandwidth at which `Costs.moved` is read and written."""
 
     @property
     def section(self) -> str:
@@ -199,14 +203,6 @@ class MixerSpec(ABC):
     def costs(self, load: Load) -> Costs:
         """What the layer takes for a micro-batch."""
         return _counted().costs(self, load)
-
-    def kernel_bytes(self, load: Load, forwards: float) -> float:
-        """Bytes per token that are read and written between the projections, in `forwards` forwards and a backward,
-        apart from products between tokens.
-
-        Usually each stored tensor is written and read forward, and read backward with its gradient written and read.
-        """
-        return (2 * forwards + 3) * self.costs(load).stored
 
 
 class RecurrentSpec(MixerSpec):

@@ -5,6 +5,7 @@ import torch
 from fla_core import fla_core
 
 from benchmarks.launches import PASSES, SMALL, count, count_compiled
+from tost_lm.config import validate
 from tost_lm.mixers.registry import SPECS
 from tost_lm.mixers.spec import Load
 from tost_lm.model import ModelConfig
@@ -19,7 +20,7 @@ def test_a_layer_launches_what_the_plan_takes(letter: str):
     few, many = (count(letter, 4, 64, documents) for documents in (4, 40))
     together = few["forward"] + few["backward"]
     assert together == many["forward"] + many["backward"]
-    shape = ModelConfig(layers=1, pattern=letter, **SMALL).shape_of(letter)
+    shape = validate(ModelConfig, {"layers": 1, "pattern": letter, **SMALL}, "test").shape_of(letter)
     assert together == SPECS[letter].costs(Load(shape, 2, False, 256, 256, 256, 1, 1, True)).launches
 
 

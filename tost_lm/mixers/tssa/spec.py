@@ -56,22 +56,19 @@ class TssaSpec(RecurrentSpec):
         return NO_FLOPS, Flops(9 * C + 7 * H - 1 + extra, 22 * C + 8 * H - 1 + extra)
 
     def costs(self, load: Load) -> Costs:
-        C, H = load.shape.width, load.shape.heads
+        e, C, H = load.element_bytes, load.shape.width, load.shape.heads
         state = 4 * (2 * C + H)
         on_cpu = min(load.tokens_here, max(32, CPU_CHUNK_ELEMENTS // C))
         chunk = on_cpu if load.on_cpu else TRITON_CHUNK_TOKENS
         return Costs(
             launches=33,
-            stored=2 * load.element_bytes * C + 4 * H + state / chunk,
+            stored=2 * e * C + 4 * H + state / chunk,
             state=state,
+            moved=(4 * e * C + C + 8 * H, 7 * e * C + 1.75 * C + 20 * H),
             received=4.0 * load.tensor if load.tensor > 1 else 0.0,
             exchanged=(state, state),
             head_softmax=16 * load.tokens,
         )
-
-    def kernel_bytes(self, load: Load, forwards: float) -> float:
-        e, C, H = load.element_bytes, load.shape.width, load.shape.heads
-        return forwards * (4 * e * C + C + 8 * H) + 7 * e * C + 1.75 * C + 20 * H
 
 
 TSSA = TssaSpec()

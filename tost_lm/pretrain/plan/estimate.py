@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tost_lm.errors import ConfigError
 from tost_lm.model.flops import block_matrices, flops_per_token, peak_flops
 from tost_lm.optim.interface import optimizer_of
-from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, costs_of, load_of
+from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, costs_of
 from tost_lm.pretrain.plan.memory import logit_tiles, parameters_per_rank, reduces_at_end, state_bytes, zero_stage_of
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.plan.traffic import (
@@ -141,8 +141,10 @@ def operator_bytes_per_token(config: PlanConfig) -> float:
     """Bytes per token between the projections, forward and backward, at the bandwidth of a copy."""
     total = 0.0
     for spec, _ in config.model.mixers:
-        of_layer = spec.kernel_bytes(load_of(config, spec), mixer_forwards(config)) / spec.kernel_bandwidth
-        total += config.model.letters.count(spec.letter) * of_layer
+        costs = costs_of(config, spec)
+        forward, backward = costs.moved or (2 * costs.stored, 3 * costs.stored)
+        moved = mixer_forwards(config) * forward + backward
+        total += config.model.letters.count(spec.letter) * moved / spec.kernel_bandwidth
     return total
 
 
