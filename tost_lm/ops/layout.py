@@ -243,6 +243,11 @@ class Dealt:
         common = [(max(one.start, start), min(one.stop, end)) for one in self.tokens[rank]]
         return [slice(first - start, last - start) for first, last in common if first < last]
 
+    def shape(self, lengths: tuple[int, ...], rank: int, holder: int) -> tuple[int, int]:
+        """The number of heads that `rank` computes with, and that of the tokens of them that another rank holds."""
+        heads = self.heads[rank]
+        return heads.stop - heads.start, sum(one.stop - one.start for one in self.held(lengths, rank, holder))
+
 
 class SequenceShard(Protocol):
     """Communication with the ranks that hold the other tokens of the same sequences."""
@@ -251,8 +256,8 @@ class SequenceShard(Protocol):
     def split(self) -> SequenceSplit: ...
 
     @property
-    def gathers(self) -> bool:
-        """Whether `exchange_rows` gathers the rows of all ranks; they are few enough then."""
+    def groups(self) -> tuple[range, ...]:
+        """All ranks, in groups of neighbours: one group, or about √R of many ranks."""
         ...
 
     def exchange_rows(self, row: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
@@ -269,19 +274,12 @@ class SequenceShard(Protocol):
         """
         ...
 
-    def pass_on(self, like: Tensor, function: Callable[[Tensor, slice], Tensor], *, reverse: bool = False) -> Tensor:
-        """The values that the rank before this one passes on; with `reverse` the one after it. Not differentiable.
+    def gather_group(self, x: Tensor) -> Tensor:
+        """x, of one shape on all ranks, of each rank of this rank's group, [ranks, …]. Not differentiable."""
+        ...
 
-        Columns go through the ranks in slices: a rank works on one while the next rank works on the one before it.
-
-        Args:
-            like: has the shape […, C] and the dtype of what is passed on, the same on all ranks.
-            function: called with received columns […, c], 0 on the first rank, and the slice of C that these are.
-                Returns what this rank passes on in these columns.
-
-        Returns:
-            All that was received, […, C].
-        """
+    def gather_groups(self, x: Tensor) -> Tensor:
+        """x, equal on all ranks of a group, of each group, [groups, …]. Not differentiable."""
         ...
 
     def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None, *, keep: bool = True) -> Tensor:

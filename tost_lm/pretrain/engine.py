@@ -58,7 +58,7 @@ def use_deterministic_kernels(model: ModelConfig, device: torch.device) -> None:
     if device.type == "cpu":
         return
     for letter in dict.fromkeys(model.letters):
-        if obstacle := SPECS[letter].obstacle_to_determinism():
+        if obstacle := SPECS[letter].obstacle_to_determinism:
             raise ConfigError(f"train.deterministic: {obstacle}; set it to false, or change model.pattern")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read before the first matrix product
     torch.use_deterministic_algorithms(True)

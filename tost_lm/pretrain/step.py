@@ -60,7 +60,8 @@ def train_step(
     """
     mesh = engine.mesh
     labels_here = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in micro_batches]).sum()
-    label_count = all_reduce(labels_here, mesh.replicas) / (mesh.replicas.size * len(micro_batches))
+    labels = all_reduce(labels_here, mesh.replicas)
+    label_count = labels.clamp(min=1) / (mesh.replicas.size * len(micro_batches))
     found: list[Mapping[str, Tensor]] = []
     end_check: Callable[[], None] = lambda: None
     for batch in micro_batches:
@@ -81,8 +82,9 @@ def train_step(
             end_check = stop.begin_check()
     means = torch.stack([torch.stack([*scalars.values()]) for scalars in found]).mean(0)
     others = torch.tensor([flops, *(stop.votes_of_step() if stop else [])], dtype=means.dtype)
+    of_rank = [means, labels_here.to(means.dtype)[None], to_device(others, means.device)]
     # Tensor ranks have the same loss, but all must decide alike, even if one of them computed a wrong one.
-    totals = all_reduce(all_reduce(torch.cat([means, to_device(others, means.device)]), mesh.replicas), mesh.tensor)
+    totals = all_reduce(all_reduce(torch.cat(of_rank), mesh.replicas), mesh.tensor)
     before_update()
 
     @cache
@@ -93,10 +95,15 @@ def train_step(
         ranks = mesh.replicas.size * mesh.tensor.size
         return {name: total / ranks for name, total in zip(found[0], results(), strict=False)}
 
+    def reason(norm: float) -> str:
+        if not results()[len(found[0])]:
+            return "no token of the batch counts in the loss"
+        return reason_to_skip(scalars()["loss"], norm)
+
     # A device computes scalars and norm before the host waits for either.
-    grad_norm = engine.update(lr, lambda norm: not reason_to_skip(scalars()["loss"], norm))
+    grad_norm = engine.update(lr, lambda norm: not reason(norm))
     unusable = "" if math.isfinite(grad_norm) else f"gradient norm is {grad_norm}"
-    all_flops, *votes = results()[len(found[0]) :]
-    reason = stop.reason_of(votes) if stop else ""
-    skipped = reason_to_skip(scalars()["loss"], grad_norm) or unusable
-    return Outcome(scalars(), grad_norm, skipped, reason, all_flops / (mesh.sequence.size * mesh.tensor.size))
+    _, all_flops, *votes = results()[len(found[0]) :]
+    stop_reason = stop.reason_of(votes) if stop else ""
+    skipped = reason(grad_norm) or unusable
+    return Outcome(scalars(), grad_norm, skipped, stop_reason, all_flops / (mesh.sequence.size * mesh.tensor.size))

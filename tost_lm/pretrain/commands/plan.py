@@ -30,7 +30,7 @@ from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
 from tost_lm.pretrain.plan.memory import checkpoint_bytes, peak_moment
 from tost_lm.pretrain.plan.settings import PlanConfig
-from tost_lm.pretrain.plan.traffic import collectives, tiles
+from tost_lm.pretrain.plan.traffic import HEADS, collectives, tiles
 from tost_lm.remote import RemotePath
 
 LIST = re.compile(r"[\w.]+=[^][{}\"',]+(,[^][{}\"',]+)+")
@@ -187,7 +187,7 @@ def time_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
     bandwidth = f"at {cluster.achieved_memory_bandwidth:.0%} of {cluster.memory_gb_s:g} GB/s"
     sources = {
         "products": f"at {cluster.achieved_flops:.0%} {peak}",
-        "attention": f"at {cluster.achieved_attention_flops:.0%} {peak}",
+        "attention": f"at {cluster.achieved_attention_flops:.0%} {peak}{_of_busiest(config)}",
         "operator": f"as {in_units(operator)} per token {bandwidth}",
         "elementwise": f"as {in_units(elementwise)} per token; norms, {activation}, LayerScale, residual sums",
         "loss": f"{in_units(plan.bytes_moved_by_loss(config))} beside its products",
@@ -205,6 +205,14 @@ def time_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
     yield "duration of the run", duration(seconds), f"{hours:,.0f} GPU hours, steps only"
     if price := cluster.gpu_hour_price:
         yield "price of the run", f"{hours * price:,.0f}", f"at {price:g} for a GPU hour"
+
+
+def _of_busiest(config: PlanConfig) -> str:
+    ranks, busiest = config.parallel.sequence, plan.busiest(config)
+    if busiest > 1:
+        return f"; {busiest:.3g} times the mean on the last of {ranks} ranks, which cannot divide model.heads"
+    dealt = any(one.content == HEADS for one in collectives(config))
+    return f"; {ranks} sequence ranks share heads and queries evenly" if dealt else ""
 
 
 def disk_rows(config: PlanConfig) -> Iterator[Row]:
