@@ -142,9 +142,10 @@ def qwen3_5(_: str) -> str:
     for name, words in QWEN3_5.items():
         given = load_config(PlanConfig, recipes()[name], [*words, "cluster.gpu_hour_price=2.5"])
         for stage in given.in_stages():
-            config = complete(stage.config)  # pyright: ignore[reportArgumentType]
+            assert isinstance(stage.config, PlanConfig)
+            config = complete(stage.config)
             train = {quantity: (value, how) for quantity, value, how in time_rows(config, stage.steps)}
-            ((_, memory, _), _) = memory_rows(config)
+            memory = next(memory_rows(config))[1]
             hours, used = train["duration of the run"][1].split()[0], f"{config.cluster.ranks} GPUs: {layout(config)}"
             what = f"{name}, {' '.join(words)}" if words else name
             batch = f"{stage.steps} × {config.batch_tokens:,}"

@@ -53,10 +53,9 @@ def write_with_images(folder: Path, text: Any) -> None:
     from transformers import PreTrainedTokenizerFast, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
     vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1}
-    config = Qwen3_5Config(
-        text_config=text.config.to_dict(), vision_config={**vision, "out_hidden_size": text.config.hidden_size},
-        eos_token_id=1, tie_word_embeddings=text.config.tie_word_embeddings,
-    )  # fmt: skip
+    settings = {"eos_token_id": 1, "tie_word_embeddings": text.config.tie_word_embeddings}
+    vision["out_hidden_size"] = text.config.hidden_size
+    config = Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision, **settings)
     whole = Qwen3_5ForConditionalGeneration(config)
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.lm_head.load_state_dict(text.lm_head.state_dict())

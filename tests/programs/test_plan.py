@@ -113,11 +113,10 @@ def test_a_folder_with_config_json_is_planned_as_its_recipe(tmp_path):
     for name, length in lengths.items():
         code, out, err = printed[name]
         assert (code, err) == (0, ""), name
-        micro_batch = re.search(r"micro-batches of (\d+) sequence", out)[1]
-        sequence = int(re.search(r"sequence (\d+) × data", out)[1])
-        assert int(micro_batch) * length / sequence == pytest.approx(32_768, rel=0.3)
+        ((sequence, micro_batch),) = re.findall(r"sequence (\d+) × .* micro-batches of (\d+) sequence", out)
+        assert int(micro_batch) * length / int(sequence) == pytest.approx(32_768, rel=0.3)
     _, out, _ = Forked("tost plan", "llama", "cluster.gpu_hour_price=2", cwd=tmp_path).finish()
-    hours, price = (re.search(pattern, out)[1] for pattern in (r"([\d,]+) GPU hours", r"price of the run +\| ([\d,]+)"))
+    ((hours, price),) = re.findall(r"(?s)(\d+) GPU hours.*price of the run +\| (\d+)", out)
     assert int(price) == pytest.approx(2 * int(hours), abs=1)
     code, out, err = Forked("tost plan", "gpt2", "train.micro_batch_size=8,16", cwd=tmp_path).finish()
     assert (code, err) == (0, "")
