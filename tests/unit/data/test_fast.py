@@ -179,6 +179,15 @@ def test_what_tiktoken_may_not_run_is_left_to_the_library(name: str):
     assert line.startswith(f"tokenizing with the library tokenizers, not tiktoken: {reason}")
 
 
+def test_two_tokens_of_one_id_are_left_to_the_library():
+    tree = json.loads(byte_level().to_str())
+    tree["model"]["vocab"]["unused"] = 399
+    library = HfTokenizer(json.dumps({"eot_token": EOT, "tokenizer": json.dumps(tree)}).encode())
+    chosen, line = fastest(library, TEXTS)
+    assert chosen is library
+    assert line.endswith("not tiktoken: its vocabulary lacks bytes, or two tokens have one id")
+
+
 def test_a_difference_that_only_the_corpus_shows_is_found():
     library = made(split(r"(?!lqz)[\s\S]"))
     assert isinstance(fastest(library, TEXTS)[0], TiktokenTokenizer)

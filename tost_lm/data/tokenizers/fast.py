@@ -154,14 +154,14 @@ def _ranks(model: dict[str, Any]) -> dict[bytes, int]:
     if model["type"] != "BPE" or any(map(model.get, ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))):
         raise UnsuitableError("its model is not plain BPE")
     vocab: dict[str, int] = model["vocab"]
-    if BYTE_OF.keys() - vocab.keys():
-        raise UnsuitableError("its vocabulary lacks bytes")
+    if BYTE_OF.keys() - vocab.keys() or len(vocab) > len({*vocab.values()}):
+        raise UnsuitableError("its vocabulary lacks bytes, or two tokens have one id")
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     made = [vocab[first + second] for first, second in merges]
     late = (len(part) > 1 and vocab[part] >= i for i, pair in zip(made, merges, strict=True) for part in pair)
     if any(one > other for one, other in pairwise(made)) or any(late):
         raise UnsuitableError("its merges are not in the order of their ids")
-    names = [name for name in vocab if BYTE_OF.keys() >= set(name)]
+    names = [name for name in vocab if name and BYTE_OF.keys() >= set(name)]
     merging = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
     encodings = merging.encode_batch_fast(names, add_special_tokens=False)
     unmade = {name for name, found in zip(names, encodings, strict=True) if found.ids != [vocab[name]]}
