@@ -7,7 +7,7 @@ import pytest
 import torch
 from other_forms import OTHER_FORMS
 from torch import Tensor
-from training_on_layouts import LR, Record, T, build_model, train_on_layout
+from training_on_layouts import ENGINES, LR, Record, T, build_model, train_on_layout
 from unrounded_muon import UnroundedOnCPU
 
 from tost_lm.config import validate
@@ -26,6 +26,7 @@ def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("tensor", "sequence", "stages", "optimizer", "model"),
     [
@@ -36,9 +37,9 @@ def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer
     ],
 )
 def test_four_ranks_train_as_one_process(
-    tensor: int, sequence: int, stages: tuple[int, ...], optimizer: str, model: dict[str, Any]
+    tensor: int, sequence: int, stages: tuple[int, ...], optimizer: str, model: dict[str, Any], engine: str
 ):
-    layout = {"tensor": tensor, "sequence": sequence}
+    layout = {"tensor": tensor, "sequence": sequence, "engine": engine}
     for records in run_on_ranks(partial(train_in_stages, **model), 4, layout, stages, optimizer, timeout_s=280):
         for record in records:
             record.assert_as_one_process(optimizer, GRAD_CLIP, **model)
