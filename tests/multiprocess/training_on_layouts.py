@@ -127,12 +127,14 @@ def build_engine(
     *,
     grad_clip: float = 1.0,
     bfloat16: bool = False,
+    accumulation: int = 0,
     memory: dict[str, Any] | None = None,
     prepare: Callable[[TostLM], object] = lambda model: None,
     **settings: Any,
 ) -> Any:
-    """The engine of `parallel` around this rank's shard of the model of `settings`, which gets its values as those of a run do.
+    """The engine of `parallel` around this rank's shard of the model of `settings`, which gets values as in a run.
 
+    A step has `accumulation` micro-batches, or as many as `micro_batches` returns.
     `memory` has settings of activation checkpointing, `prepare` changes the model in place.
     """
     mesh = build_mesh(start_world("cpu"), parallel)
@@ -148,7 +150,7 @@ def build_engine(
         mesh,
         parallel,
         micro_batch_size=micro_batch_size(mesh),
-        accumulation=BATCH // (mesh.data.size * micro_batch_size(mesh)),
+        accumulation=accumulation or BATCH // (mesh.data.size * micro_batch_size(mesh)),
         grad_clip=grad_clip,
         bfloat16=bfloat16,
     )

@@ -36,9 +36,9 @@ from tost_lm.model import ModelConfig
 from tost_lm.model.lm import TostLM, parameter_shapes
 from tost_lm.parallel.agreement import all_gather_object, communication_device, error_of_all_ranks
 from tost_lm.parallel.apply import ShardedInference, parallelize
+from tost_lm.parallel.engine import Engine
 from tost_lm.parallel.mesh import Axis, Mesh, broadcast
 from tost_lm.parallel.rank_weights import allocate, local_slice
-from tost_lm.parallel.engine import Engine
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 READ_BYTES = 1 << 24

@@ -1,6 +1,6 @@
 """Engines on torch alone: `ShardedEngine` on `fully_shard`, and `PlainEngine` without a wrapper.
 
-The optimizer has the parameters that the model had before it: their memory becomes this rank's float32 weights, and they
+The optimizer has the parameters that the model had before: their memory becomes this rank's float32 weights, and they
 keep the marks that `fully_shard` would drop. The model gets others, which compute in float32 or bfloat16.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from tost_lm import sizes
 from tost_lm.errors import ConfigError
@@ -218,7 +218,7 @@ class PlainEngine(TorchEngine):
 
 
 class ShardedEngine(TorchEngine):
-    """ZeRO stages 1 to 3: each rank has a shard of each parameter's first dimension, and of its gradient and statistics.
+    """ZeRO stages 1 to 3: each rank has a shard of each parameter's first dimension, its gradient and statistics.
 
     Weights are gathered for a step at stages 1 and 2, for the forward and for the backward of a bucket of blocks at
     stage 3. Gradients are reduced, in float32 or wider, during the last backward of a step (1), the last of each
@@ -241,19 +241,15 @@ class ShardedEngine(TorchEngine):
         for name, parameter in self.parameters.items():
             if not parameter.dim():
                 raise ConfigError(
-                    f"parallel.zero_stage {self._stage} cannot shard {name}, which has no dimensions; give it the shape "
-                    "[1] in its layer, or set parallel.zero_stage = 0"
+                    f"parallel.zero_stage {self._stage} cannot shard {name}, which has no dimensions; give it the "
+                    "shape [1] in its layer, or set parallel.zero_stage = 0"
                 )
-        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self._root = _Root(model)
         _shard(self._root, mesh, parallel, bfloat16=bfloat16)
-        self._shards: list[tuple[nn.Parameter, Any]] = []
-        """Pairs of a parameter and the DTensor that has its memory, and the gradient of its shard."""
-        for (name, parameter), shard in zip(self.parameters.items(), model.parameters(), strict=True):
-            assert isinstance(shard, DTensor)
+        self._shard_of: dict[nn.Parameter, Any] = dict(zip(self.parameters.values(), model.parameters(), strict=True))
+        """The DTensor that has the memory of a parameter, and receives its gradient."""
+        for parameter, shard in self._shard_of.items():
             parameter.data = shard.detach().to_local()
-            self._shards.append((parameter, shard))
-        self._shape_of = {parameter: shapes[name] for name, parameter in self.parameters.items()}
 
     @property
     def has_replicas(self) -> bool:
@@ -270,7 +266,7 @@ class ShardedEngine(TorchEngine):
         super().backward(*arguments)
 
     def _collect(self) -> None:
-        for parameter, shard in self._shards:
+        for parameter, shard in self._shard_of.items():
             if shard.grad is not None:
                 parameter.grad, shard.grad = shard.grad.to_local(), None
 
@@ -280,11 +276,9 @@ class ShardedEngine(TorchEngine):
                 module.reshard()
 
     def _gathered(self, parameter: nn.Parameter, ours: Tensor) -> Tensor:
-        shape, device = self._shape_of[parameter], self.mesh.device
-        mesh = self._shards[0][1].device_mesh
-        strides = torch.empty(shape, device="meta").stride()
+        shard = self._shard_of[parameter]
         return DTensor.from_local(
-            ours.to(device), mesh, [Shard(0)], run_check=False, shape=shape, stride=strides
+            ours.to(self.mesh.device), shard.device_mesh, shard.placements, shape=shard.shape, stride=shard.stride()
         ).full_tensor()
 
     def _own(self, value: Tensor) -> Tensor:
@@ -324,9 +318,7 @@ def _shard(root: _Root, mesh: Mesh, parallel: ParallelConfig, *, bfloat16: bool)
             cast_forward_inputs=False,
         ),
         "offload_policy": (
-            OffloadPolicy()
-            if parallel.offload == "none"
-            else CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+            OffloadPolicy() if parallel.offload == "none" else CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
         ),
     }
     buckets = _buckets(root.model.blocks, lambda block: sum(parameter.numel() for parameter in block.parameters()))

@@ -81,8 +81,8 @@ def require_whole(parameters: Iterable[nn.Parameter]) -> None:
     """Raises RuntimeError if `fully_shard` has sharded one, whose gradients a function around the model would lose."""
     if any(hasattr(parameter, "full_tensor") for parameter in parameters):
         raise RuntimeError(
-            "the model is sharded, and autograd would lose the gradients of its tiles: give tiled_loss the model without "
-            "fully_shard, or run one tile at a time"
+            "the model is sharded, and autograd would lose the gradients of its tiles: give tiled_loss the model "
+            "without fully_shard, or run one tile at a time"
         )
 
 

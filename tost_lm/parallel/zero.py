@@ -43,6 +43,7 @@ from tost_lm.parallel.zero_step import (
 )
 from tost_lm.sizes import bucket_elements
 
+
 class DeepSpeedEngine(Engine):
     drives_tiles = False  # stages 1 and 2 would lose gradients without an error
 
@@ -72,7 +73,8 @@ class DeepSpeedEngine(Engine):
         ends_micro_batch: bool = True,
         ends_step: bool = True,
     ) -> None:
-        assert ends_micro_batch and not states
+        assert ends_micro_batch
+        assert not states
         self._engine.backward(loss)
         if not ends_step:
             self._engine.step()

@@ -11,9 +11,9 @@ from torch import Tensor
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.layout import to_device
+from tost_lm.parallel.engine import Engine
 from tost_lm.parallel.graceful_stop import StopOfRanks
 from tost_lm.parallel.mesh import all_reduce
-from tost_lm.parallel.engine import Engine
 from tost_lm.pretrain.tiled import Tiling, forward_and_backward
 
 

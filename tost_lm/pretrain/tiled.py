@@ -260,8 +260,8 @@ class _Tiled(torch.autograd.Function):
 
 
 Backward = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
-"""Takes the loss and the tensors of the final state, their gradients, and whether it is that of the first tile, the last
-backward."""
+"""Takes the loss and the tensors of the final state, their gradients, and whether it is that of the first tile, the
+last backward."""
 MINIMIZED = "minimized"
 
 
