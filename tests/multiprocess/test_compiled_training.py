@@ -65,7 +65,7 @@ def test_compiled_ranks_train_as_one_process_and_compile_nothing_after_the_secon
     layouts: list[dict[str, Any]], run: dict[str, Any]
 ):
     validated = [validate(ParallelConfig, layout, "test") for layout in layouts]
-    for record, graphs in run_on_ranks(train_compiled, 2, validated, run)[0]:
+    for record, graphs in run_on_ranks(train_compiled, 2, validated, run, timeout_s=280)[0]:
         record.assert_as_one_process(OPTIMIZER, GRAD_CLIP, softmax=run.get("softmax", {}))
         assert graphs[0] > 0
         assert len(graphs) > 2

@@ -28,6 +28,7 @@ from tost_lm.errors import ConfigError
 from tost_lm.parallel import fsdp
 from tost_lm.parallel.mesh import build_mesh, start_world
 from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.pretrain import tiled
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import tile, tiled_loss
 from tost_lm.testing import Traffic, run_on_ranks
@@ -45,7 +46,7 @@ def layout_of(**settings: Any) -> ParallelConfig:
 
 def packed_rows(step: int) -> tuple[Tensor, Tensor]:
     tokens, labels = global_batch(step)
-    return tokens.view(ROWS, 2 * T), labels.view(ROWS, 2 * T)
+    return tokens.reshape(ROWS, 2 * T), labels.reshape(ROWS, 2 * T)
 
 
 def losses_of_one_process(**model: Any) -> list[float]:
@@ -86,22 +87,24 @@ def losses_on(layout: ParallelConfig, tile_tokens: int | None, **model: Any) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", PATTERNS, ids=["DDDA", "TTA"])
 def test_losses_of_twelve_steps_are_those_of_one_process(model: dict[str, Any]):
-    layouts = [(layout_of(sequence=2, zero_stage=stage), size) for stage in (1, 2, 3) for size in (None, 20)]
-    layouts += [(layout_of(tensor=2, sequence=2, zero_stage=stage), None) for stage in (1, 3)]
+    layouts = [(layout_of(sequence=2, zero_stage=stage), 20 if stage == 3 else None) for stage in (1, 2, 3)]
+    layouts += [(layout_of(tensor=2, sequence=2, zero_stage=3), None)]
     expected = losses_of_one_process(**model)
-    for found in run_on_ranks(losses_on_layouts, 4, layouts, model)[0]:
+    for found in run_on_ranks(losses_on_layouts, 4, layouts, model, timeout_s=280)[0]:
         assert found == pytest.approx(expected, rel=2e-5)
 
 
 def call_with(plants: list[str], function: Any, *arguments: Any) -> Any:
     """The result of a function of this module while mistakes are planted."""
+    backward = lambda engine, loss, *_, **__: (loss / engine._accumulation).backward()
     policy = lambda **options: MixedPrecisionPolicy(**{**options, "cast_forward_inputs": True})
     planted = {
-        "visible inputs": (
+        "no gradients of states": (patch.object(fsdp.TorchEngine, "backward", backward),),
+        "cast inputs": (
+            patch.object(fsdp, "MixedPrecisionPolicy", policy),
             patch.object(fsdp, "_Call", lambda *inputs: inputs),
             patch.object(fsdp._Root, "forward", lambda root, inputs: root.model(*inputs[0], **inputs[1])),
         ),
-        "cast inputs": (patch.object(fsdp, "MixedPrecisionPolicy", policy),),
         "no sums": (patch.object(fsdp, "_sum_over", lambda *_, **__: None),),
     }
     with ExitStack() as stack:
@@ -119,7 +122,7 @@ def train(layout: ParallelConfig, tile_tokens: int | None) -> Record:
 @pytest.mark.parametrize(
     ("ranks", "settings", "tile_tokens", "plant"),
     [
-        (2, {"zero_stage": 3}, 9, "visible inputs"),
+        (2, {"zero_stage": 3}, 9, "no gradients of states"),
         (4, {"zero_stage": 1, "tensor": 2}, None, "no sums"),
         (2, {"zero_stage": 1, "tensor": 2}, None, "no sums"),
         (2, {"zero_stage": 0}, None, "no sums"),
@@ -134,13 +137,14 @@ def test_lost_gradients_are_found(ranks: int, settings: dict[str, int], tile_tok
         planted.assert_as_one_process("sgd", GRAD_CLIP, steps=1)
 
 
-def dtypes_and_error(stage: int) -> tuple[set[torch.dtype], float]:
+def dtypes_and_error(stage: int) -> tuple[list[torch.dtype], float]:
     """Of floating-point inputs of the second block in a step in tiles; and the error of the count of labels."""
-    engine, seen = build_engine(layout_of(zero_stage=stage), "sgd", bfloat16=True, pattern="DDT"), set()
+    seen: list[torch.dtype] = []
+    engine = build_engine(layout_of(zero_stage=stage), "sgd", bfloat16=True, pattern="DDT")
 
     def see(module: Any, inputs: Any) -> None:
         x, state, info = inputs
-        seen.update(y.dtype for y in (x, *(state or ()), *info.reported.values()) if y.is_floating_point())
+        seen.extend(y.dtype for y in (x, *(state or ()), *info.reported.values()) if y.is_floating_point())
 
     engine.module.blocks[1].register_forward_pre_hook(see)
     train_steps(engine, "sgd", range(1), tile_tokens=9)
@@ -155,30 +159,37 @@ def dtypes_and_error(stage: int) -> tuple[set[torch.dtype], float]:
 
 @pytest.mark.slow
 def test_rounded_states_and_counts_are_found():
+    [(expected, _), _] = run_on_ranks(call_with, 2, [], dtypes_and_error, 0)
+    assert torch.float32 in expected
     for stage in (2, 3):
-        for seen, error in run_on_ranks(call_with, 2, [], dtypes_and_error, stage):
-            assert (seen, error) == ({torch.float32}, 0)
-    for seen, error in run_on_ranks(call_with, 2, ["cast inputs", "visible inputs"], dtypes_and_error, 3):
-        assert torch.bfloat16 in seen
+        for found in run_on_ranks(call_with, 2, [], dtypes_and_error, stage):
+            assert found == (expected, 0)
+    for seen, error in run_on_ranks(call_with, 2, ["cast inputs"], dtypes_and_error, 3):
+        assert torch.float32 not in seen
         assert error != 0
 
 
-def refusals() -> tuple[str, str]:
-    """Of `tiled_loss` on a sharded model, and of a parameter without dimensions."""
+def refusals() -> tuple[list[str], str, str]:
+    """The parameters without gradients if `tiled_loss` took a sharded model; its error, and that of a parameter without
+    dimensions."""
     mesh = build_mesh(start_world("cpu"), ParallelConfig())
     model, tokens = build_model(), torch.zeros(1, T, dtype=torch.int64)
     fully_shard(model.blocks[0], mesh=DeviceMesh.from_group(mesh.replicas.group, "cpu"))
+    with patch.object(tiled, "require_whole", lambda parameters: None):
+        tiled_loss(model, tokens, tokens, 9).backward()
+    lost = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     with pytest.raises(RuntimeError) as of_loss:
         tiled_loss(model, tokens, tokens, 9)
     add = lambda model: model.register_parameter("scale", torch.nn.Parameter(torch.ones(())))
     with pytest.raises(ConfigError) as of_parameter:
         build_engine(layout_of(), "sgd", prepare=add)
-    return str(of_loss.value), str(of_parameter.value)
+    return lost, str(of_loss.value), str(of_parameter.value)
 
 
 @pytest.mark.quick
 def test_what_would_lose_gradients_is_refused():
-    for of_loss, of_parameter in run_on_ranks(refusals, 2):
+    for lost, of_loss, of_parameter in run_on_ranks(refusals, 2):
+        assert "blocks.0.mlp.in_proj.weight" in lost
         assert "give tiled_loss the model without fully_shard" in of_loss
         assert "cannot shard scale, which has no dimensions" in of_parameter
 

@@ -78,7 +78,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def differences(engine: Any, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> list[str]:
     """The tensors that are not equal to the bit in an engine: its weights, their float32 copies or its moments."""
-    for module in engine.module.modules():
+    for module in getattr(engine, "_root", engine.module).modules():
         if isinstance(module, FSDPModule):
             module.unshard()
     dtype, found = next(engine.module.parameters()).dtype, []

@@ -63,8 +63,8 @@ class ShardedInference(nn.Module):
     rank it covers the local heads only.
     """
 
-    def __init__(self, model: Callable[..., LMOutput], config: ModelConfig, mesh: Mesh):
-        """`model` is a parallelized `TostLM` or an engine, which gathers the weights."""
+    def __init__(self, model: nn.Module, config: ModelConfig, mesh: Mesh):
+        """`model` is a parallelized `TostLM`, or `as_module` of an engine, which gathers the weights."""
         super().__init__()
         self.model, self.config, self.mesh, self.name = model, config, mesh, "the model"
 

@@ -291,8 +291,7 @@ class ShardedEngine(TorchEngine):
 
 
 class _Call:
-    """Arguments of the model. `fully_shard` looks into other containers: it would copy offsets of documents to the
-    device, and reduce gradients as soon as those of all states between tiles are computed, before the embedding's."""
+    """Arguments of the model. `fully_shard` looks into tuples: it would copy offsets of documents to the device."""
 
     def __init__(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.arguments, self.options = arguments, options
