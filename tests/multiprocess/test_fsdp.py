@@ -96,7 +96,7 @@ def test_losses_of_twelve_steps_are_those_of_one_process(model: dict[str, Any]):
 
 def call_with(plants: list[str], function: Any, *arguments: Any) -> Any:
     """The result of a function of this module while mistakes are planted."""
-    backward = lambda engine, loss, *_, **__: (loss / engine._accumulation).backward()
+    backward = lambda engine, loss, *_: torch.autograd.backward(loss, torch.full_like(loss, 1 / engine._accumulation))
     policy = lambda **options: MixedPrecisionPolicy(**{**options, "cast_forward_inputs": True})
     planted = {
         "no gradients of states": (patch.object(fsdp.TorchEngine, "backward", backward),),
