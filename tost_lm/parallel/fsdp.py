@@ -324,6 +324,8 @@ def _shard(root: _Root, mesh: Mesh, parallel: ParallelConfig, *, bfloat16: bool)
     if len(buckets) > 1 or gathers_again:
         for bucket in buckets:
             fully_shard(bucket, reshard_after_forward=gathers_again, **options)
+    if gathers_again and root.model.head.weight is not None:
+        fully_shard(root.model.embedding, reshard_after_forward=True, **options)
     # Its weights are needed first and last; `logits` are computed after the call.
     fully_shard(root, reshard_after_forward=False, **options)
 
