@@ -78,8 +78,9 @@ def losses_on(layout: ParallelConfig, tile_tokens: int | None, **model: Any) -> 
     tiling = tile(mesh, 2 * T, tile_tokens)
     here = torch.cat([torch.arange(*tile.columns) for tile in tiling.tiles])
     for step in range(STEPS):
-        rows = [x.chunk(mesh.data.size)[mesh.data.rank][:, here].split(1) for x in packed_rows(step)]
-        batches = [MicroBatch(*row, torch.tensor(OFFSETS, dtype=torch.int32)) for row in zip(*rows, strict=True)]
+        tokens, labels = (x.chunk(mesh.data.size)[mesh.data.rank][:, here].split(1) for x in packed_rows(step))
+        offsets = torch.tensor(OFFSETS, dtype=torch.int32)
+        batches = [MicroBatch(*row, offsets) for row in zip(tokens, labels, strict=True)]
         losses.append(train_step(engine, batches, tiling, LR["adamw"]).loss)
     return losses
 

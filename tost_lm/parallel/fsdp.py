@@ -244,7 +244,7 @@ class ShardedEngine(TorchEngine):
                     f"parallel.zero_stage {self._stage} cannot shard {name}, which has no dimensions; give it the "
                     "shape [1] in its layer, or set parallel.zero_stage = 0"
                 )
-        self._root = _Root(model)
+        self._root: Any = _Root(model)
         _shard(self._root, mesh, parallel, bfloat16=bfloat16)
         self._shard_of: dict[nn.Parameter, Any] = dict(zip(self.parameters.values(), model.parameters(), strict=True))
         """The DTensor that has the memory of a parameter, and receives its gradient."""
@@ -258,12 +258,20 @@ class ShardedEngine(TorchEngine):
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
         return self._root(_Call(arguments, options))
 
-    def backward(self, *arguments: Any, ends_micro_batch: bool = True, ends_step: bool = True) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        states: Sequence[Tensor] = (),
+        d_states: Sequence[Tensor] = (),
+        *,
+        ends_micro_batch: bool = True,
+        ends_step: bool = True,
+    ) -> None:
         ends_step = ends_step and ends_micro_batch
         reduces = {1: ends_step, 2: ends_micro_batch, 3: True}[self._stage]
         self._root.set_requires_gradient_sync(reduces)
         self._root.set_reshard_after_backward(ends_step or self._stage == 3)
-        super().backward(*arguments)
+        super().backward(loss, states, d_states)
 
     def _collect(self) -> None:
         for parameter, shard in self._shard_of.items():

@@ -117,7 +117,7 @@ def forward_and_backward(
     if engine.drives_tiles and len(tiling.tiles) > 1:
         batches = list(tile_batches(*batch, label_count, tiling.tiles))
 
-        def backward(roots: Sequence[Tensor], d_roots: Sequence[Tensor], is_first_tile: bool) -> None:
+        def backward(is_first_tile: bool, roots: Sequence[Tensor], d_roots: Sequence[Tensor]) -> None:
             loss, *states = roots
             engine.backward(loss, states, d_roots[1:], ends_micro_batch=is_first_tile, ends_step=ends_step)
 
@@ -259,13 +259,13 @@ class _Tiled(torch.autograd.Function):
         return None, *(None if d is None else d.mul_(d_loss) for d in gradients)
 
 
-Backward = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
-"""Takes the loss and the tensors of the final state, their gradients, and whether it is that of the first tile, the
-last backward."""
+Backward = Callable[[bool, Sequence[Tensor], Sequence[Tensor]], None]
+"""Takes whether it is that of the first tile, the last backward; the loss and the tensors of the final state; and their
+gradients."""
 MINIMIZED = "minimized"
 
 
-def _backward_in_autograd(roots: Sequence[Tensor], d_roots: Sequence[Tensor], is_first_tile: bool) -> None:
+def _backward_in_autograd(is_first_tile: bool, roots: Sequence[Tensor], d_roots: Sequence[Tensor]) -> None:
     torch.autograd.backward(roots, d_roots)
 
 
@@ -286,8 +286,7 @@ def _losses_of_tiles(
         before, device = states.pop(), batch.tokens_BL.device
         if before is not None:
             before = before.map(partial(as_leaves, device=device))
-        run_backward = partial(backward, is_first_tile=not states)
-        losses.append(_forward_and_backward(call, batch, before, next_batch, d_after, run_backward))
+        losses.append(_forward_and_backward(call, batch, before, next_batch, d_after, partial(backward, not states)))
         d_after = [d for layer in before.layers for d in gradients(layer)] if before else None
     return losses
 
