@@ -41,7 +41,7 @@ def test_what_cannot_be_is_refused_by_name(overrides: list[str], said: str):
 def test_fully_shard_trains_at_stage_3_in_tiles_and_compiled():
     words = ["memory.tile_tokens=16384", "model.softmax.window=4096", "train.compile=true"]
     assert recipe("parallel.zero_stage=3", "parallel.engine=fsdp", *words).tile_tokens == 16384
-    with pytest.raises(ConfigError, match="parallel[.]engine"):
+    with pytest.raises(ConfigError, match="fsdp"):
         recipe("parallel.zero_stage=3", *words)
 
 
