@@ -11,10 +11,10 @@ from torch import Tensor
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.layout import to_device
+from tost_lm.parallel.engine import Engine
 from tost_lm.parallel.graceful_stop import StopOfRanks
 from tost_lm.parallel.mesh import all_reduce
-from tost_lm.parallel.zero import Engine
-from tost_lm.pretrain.tiled import Tiling
+from tost_lm.pretrain.tiled import Tiling, forward_and_backward
 
 
 class Outcome(NamedTuple):
@@ -65,18 +65,8 @@ def train_step(
     found: list[Mapping[str, Tensor]] = []
     end_check: Callable[[], None] = lambda: None
     for batch in micro_batches:
-        if found:
-            engine.end_micro_batch()
-        output = engine(
-            batch.tokens,
-            labels=batch.labels,
-            cu_seqlens=batch.cu_seqlens,
-            label_count=label_count,
-            tiling=tiling,
-        )
-        assert output.loss is not None
-        engine.backward(output.loss)
-        found.append(output.scalars)
+        ends_step = len(found) + 1 == len(micro_batches)
+        found.append(forward_and_backward(engine, batch, label_count, tiling, ends_step=ends_step))
         end_check()
         if stop and len(found) < len(micro_batches):
             end_check = stop.begin_check()

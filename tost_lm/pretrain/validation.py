@@ -16,8 +16,8 @@ from tost_lm.data.prefetch import MicroBatch, micro_batches
 from tost_lm.errors import DataError
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.positions import position_ends
+from tost_lm.parallel.engine import Engine
 from tost_lm.parallel.mesh import Mesh, all_reduce
-from tost_lm.parallel.zero import Engine
 from tost_lm.pretrain.batches import build_batches
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.tiled import Tiling

@@ -59,6 +59,8 @@ def _print_stage(config: PlanConfig, steps: int) -> None:
     corpus, too_short = corpus_rows(config, steps)
     if too_short:
         print(f"warning: {too_short}", file=sys.stderr)
+    if config.parallel.engine == "fsdp":
+        print('warning: memory, traffic and time are those of parallel.engine = "deepspeed"', file=sys.stderr)
     needs = [*memory_rows(config), *traffic_rows(config), *time_rows(config, steps), *disk_rows(config)]
     print(markdown([("", "", "details"), *model_rows(config, steps), *corpus, *needs]))
     if problem := plan_fit.memory_problem(config):
