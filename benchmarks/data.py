@@ -4,11 +4,13 @@
     python -m benchmarks.data build.gpt2=gpt2_bpe build.source='books/*.jsonl.gz'
 
 Tokenizing, with build.workers processes: build_shards from nothing to the finished folder; as many bare processes,
-which hold the texts in memory, encode them and keep nothing; datasets.map followed by writing a memmap; and, if ray is
-installed, a partition for each file on Ray, which uses all cores, from its start to the joined folder. They take turns,
-once for each tokenizer. Loader: time from the name of a folder of loader.index_tokens tokens to the first batch, and
-tokens per second of one process on a folder of loader.tokens, for both packings. With the defaults it takes about
-6 minutes on 2 CPU cores. Output: two tables, and all values in results/benchmarks/.
+which hold the texts in memory, encode them and keep nothing; the same with our call around; datasets.map followed by
+writing a memmap; and, if ray is installed, a partition for each file on Ray, which uses all cores, from its start to
+the joined folder. They take turns, once for each tokenizer: SentencePiece, GPT-2's, and a tokenizer.json as Llama 3's
+and as Qwen's, trained on the source. tiktoken runs all but SentencePiece, and a build of 20 MB shows that it writes the
+bytes of the library tokenizers. Loader: time from the name of a folder of loader.index_tokens tokens to the first
+batch, and tokens per second of one process on a folder of loader.tokens, for both packings. With the defaults it takes
+about 10 minutes on 2 CPU cores. Output: two tables, and all values in results/benchmarks/.
 """
 
 import json
@@ -32,17 +34,22 @@ from tost_lm.command_line import run_program
 from tost_lm.config import Section, validate
 from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
 from tost_lm.data.settings import DataPrepConfig
-from tost_lm.data.shard_format import FORMAT, HASH_BLOCK_BYTES, MANIFEST, block_hashes, dtype_for, index_bytes
+from tost_lm.data.shard_format import (
+    FORMAT,
+    HASH_BLOCK_BYTES,
+    MANIFEST,
+    block_hashes,
+    dtype_for,
+    index_bytes,
+    read_manifest,
+)
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import Document, parse, read_blocks
 from tost_lm.data.stages import Packing
-from tost_lm.data.tokenizers import (
-    HfTokenizer,
-    SentencePieceTokenizer,
-    make_tokenizer,
-    read_tokenizer,
-)
+from tost_lm.data.tokenizers import HfTokenizer, SentencePieceTokenizer, fastest, make_tokenizer, read_tokenizer
+from tost_lm.data.tokenizers.fast import TiktokenTokenizer
 from tost_lm.data.tokenizers.training import train_sentencepiece
+from tost_lm.data.workers import available_cores
 from tost_lm.data_prep.build import build_shards
 from tost_lm.data_prep.making import make_shards
 from tost_lm.data_prep.on_ray import partitions_on_ray
@@ -50,7 +57,23 @@ from tost_lm.files import manifest_bytes
 from tost_lm.version import VERSION
 
 OURS, BARE, MAP, RAY = "build_shards", "bare processes", "datasets.map, memmap", "partitions on Ray"
+OUR_CALL = "encode_array"
 SHORT = {BARE: "of bare", MAP: "of datasets.map", RAY: "of Ray"}
+COMPARED_MB = 20
+EOT = "<|endoftext|>"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+BYTE_LEVEL: dict[str, dict[str, Any]] = {
+    "Llama 3's kind": {"pattern": LLAMA3, "normalizer": "", "ignore_merges": True},
+    "Qwen's kind": {"pattern": QWEN, "normalizer": "NFC"},
+}
+"""The forms of public tokenizers."""
 PACKINGS = ("concatenated", "best-fit")
 TRAINING_TOKENS_PER_SECOND = 0.5e6  # an estimate for training tost-base on an H100
 
@@ -63,9 +86,9 @@ class BuildConfig(Section):
     megabytes: int = Field(default=100, gt=0)
     """Size of the text [MB]."""
     gpt2: Path | None = None
-    """Folder with GPT-2's encoder.json and vocab.bpe; without it only SentencePiece is measured."""
+    """Folder with GPT-2's encoder.json and vocab.bpe; without it GPT-2's tokenizer is not measured."""
     vocab_size: int = Field(default=4096, ge=300)
-    """Vocabulary size of the SentencePiece tokenizer, which is trained on the source."""
+    """Vocabulary size of the tokenizers that are trained on the source."""
     workers: int | None = Field(default=None, gt=0)
     """Tokenizing processes; without it all cores."""
     rounds: int = Field(default=3, gt=0)
@@ -115,9 +138,6 @@ main = measure.benchmark("data", run)
 
 def build_cells(build: BuildConfig, folder: Path) -> list[dict[str, Any]]:
     """A cell for each tokenizer."""
-    from tost_lm.data.tokenizers import make_tokenizer
-    from tost_lm.data.workers import available_cores
-
     workers = build.workers or available_cores()
     corpus = folder / "corpus"
     corpus.mkdir()
@@ -126,14 +146,23 @@ def build_cells(build: BuildConfig, folder: Path) -> list[dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {"SentencePiece": train(build.source, build.vocab_size, model)}
     if build.gpt2:
         kinds["GPT-2"] = {"kind": "gpt2", "path": str(build.gpt2)}
+    for name, kind in BYTE_LEVEL.items():
+        path = folder / f"{name}.json"
+        kinds[name] = train_byte_level(build.source, build.vocab_size, path, **kind)
     cells = []
     for name, settings in kinds.items():
         tokenizer = make_tokenizer(data_config(build.source, settings, folder / "unused", workers))
+        if isinstance(tokenizer, HfTokenizer):
+            compared = folder / name
+            compared.mkdir()
+            write_corpus(build.source, min(build.megabytes, COMPARED_MB), compared)
+            same_bytes(data_config(f"{compared}/*.jsonl", settings, compared / "shards", workers), tokenizer)
         file = folder / tokenizer.file_name
         file.write_bytes(tokenizer.model_bytes)
         contenders: dict[str, Callable[[], float]] = {
             OURS: lambda settings=settings: ours(corpus, settings, workers),
-            BARE: lambda file=file: bare_processes(corpus, file, workers),
+            BARE: lambda file=file: bare_processes(corpus, file, workers, _bare_encode),
+            OUR_CALL: lambda file=file: bare_processes(corpus, file, workers, _our_encode),
             MAP: lambda file=file: datasets_map(corpus, file, workers),
         }
         if find_spec("ray"):
@@ -142,7 +171,9 @@ def build_cells(build: BuildConfig, folder: Path) -> list[dict[str, Any]]:
         for _ in range(build.rounds):
             for contender, run in contenders.items():
                 seconds[contender].append(run())
-        cell = {"work": "build", "tokenizer": name, "bytes": size, "workers": workers, "seconds": seconds}
+        implementation = "tiktoken" if isinstance(tokenizer, HfTokenizer) else "SentencePiece"
+        cell = {"work": "build", "tokenizer": name, "implementation": implementation, "bytes": size, "workers": workers}
+        cell["seconds"] = seconds
         print("; ".join(f"{key} {value}" for key, value in build_row(cell).items()), flush=True)
         cells.append(cell)
     return cells
@@ -154,10 +185,17 @@ def build_row(cell: Mapping[str, Any]) -> dict[str, str]:
     ratios = {
         SHORT[name]: median(rival / own for own, rival in zip(seconds[OURS], those, strict=True))
         for name, those in seconds.items()
-        if name != OURS
+        if name in SHORT
     }
-    percent = {name: f"{ratio:.0%}" for name, ratio in ratios.items()}
-    return {"tokenizer": cell["tokenizer"], "processes": str(cell["workers"]), **rates, **percent}
+    calls = median(bare / call for bare, call in zip(seconds[BARE], seconds[OUR_CALL], strict=True))
+    percent = {name: f"{ratio:.0%}" for name, ratio in {**ratios, "encode_array of bare": calls}.items()}
+    return {
+        "tokenizer": cell["tokenizer"],
+        "by": cell["implementation"],
+        "processes": str(cell["workers"]),
+        **rates,
+        **percent,
+    }
 
 
 def build_notes(cell: Mapping[str, Any], load: float) -> str:
@@ -166,8 +204,9 @@ def build_notes(cell: Mapping[str, Any], load: float) -> str:
         f"{len(cell['seconds'][OURS])} rounds in turns, ratios of speeds within a round. build_shards is timed from "
         "nothing to the finished folder: start of the processes, reading, index, hashes, flushing to disk. Bare "
         "processes are timed from when all hold their texts in memory until the slowest has encoded its own; texts "
-        "are assigned by length, and nothing is read or kept. datasets.map: load_dataset of the same files without a "
-        f"cache, map with as many processes, and the ids written to one memmap. Ray: {FILES} partitions, from start "
+        "are assigned by length, and nothing is read or kept; encode_array, our call, is timed in the same way. "
+        "datasets.map: load_dataset of the same files without a cache, map with as many processes, and the ids written "
+        f"to one memmap. Ray: {FILES} partitions, from start "
         f"to joined folder. Load average before: {load:.1f}."
     )
 
@@ -248,9 +287,44 @@ def train(source: str, vocab_size: int, path: Path) -> dict[str, Any]:
     return {"path": str(path)}
 
 
+def train_byte_level(
+    source: str, vocab_size: int, path: Path, pattern: str, normalizer: str, **model: bool
+) -> dict[str, Any]:
+    """Train byte-level BPE of this pattern, normalizer and form on a source; returns the settings that name it."""
+    import tokenizers as hf
+
+    pipeline = hf.Tokenizer(hf.models.BPE(**model))
+    if normalizer:
+        pipeline.normalizer = getattr(hf.normalizers, normalizer)()
+    words = hf.pre_tokenizers.Split(hf.Regex(pattern), "isolated")
+    as_bytes = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pipeline.pre_tokenizer = hf.pre_tokenizers.Sequence([words, as_bytes])
+    pipeline.decoder = hf.decoders.ByteLevel()
+    alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
+    trainer = hf.trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    pipeline.train_from_iterator(_source_texts(source), trainer)
+    pipeline.add_special_tokens([EOT])
+    pipeline.add_tokens([hf.AddedToken(name, normalized=False) for name in ("<think>", "</think>")])
+    pipeline.save(str(path))
+    return {"kind": "hf", "path": str(path), "eot_token": EOT}
+
+
+def same_bytes(config: DataPrepConfig, library: HfTokenizer) -> None:
+    """Raises RuntimeError if tiktoken cannot run the tokenizer, or its build writes other bytes than the library's."""
+    fast, chosen = fastest(library, ())
+    if fast is library:
+        raise RuntimeError(chosen)
+    build_shards(config, fast)
+    hashes = read_manifest(config.shards.folder)["splits"]
+    shutil.rmtree(config.shards.folder)
+    build_shards(config, library)
+    if read_manifest(config.shards.folder)["splits"] != hashes:
+        raise RuntimeError("tiktoken and the library tokenizers write different shards")
+
+
 def data_config(source: str, tokenizer: dict[str, Any], folder: Path, workers: int) -> DataPrepConfig:
     tree = {
-        "corpus": {"source": source, "valid_fraction": 0.0},
+        "corpus": {"source": source, "valid_fraction": 0.0, "normalization": "NFC"},  # as Qwen's needs it
         "tokenizer": tokenizer,
         "shards": {"folder": str(folder), "workers": workers},
     }
@@ -258,12 +332,12 @@ def data_config(source: str, tokenizer: dict[str, Any], folder: Path, workers: i
 
 
 def ours(corpus: Path, tokenizer: dict[str, Any], workers: int) -> float:
-    """Seconds of build_shards, from nothing to the finished folder."""
+    """Seconds of build_shards, from nothing to the finished folder, with the choice of the implementation."""
     target = corpus / "shards"
     shutil.rmtree(target, ignore_errors=True)
     config = data_config(f"{corpus}/*.jsonl", tokenizer, target, workers)
     start = time.perf_counter()
-    build_shards(config, make_tokenizer(config))
+    make_shards(config)
     return time.perf_counter() - start
 
 
@@ -280,14 +354,16 @@ def on_ray(corpus: Path, tokenizer: dict[str, Any]) -> float:
     return time.perf_counter() - start
 
 
-def bare_processes(corpus: Path, tokenizer_file: Path, workers: int) -> float:
+def bare_processes(
+    corpus: Path, tokenizer_file: Path, workers: int, encoding: Callable[[Path], Callable[[str], Any]]
+) -> float:
     """Seconds in which processes encode texts that they hold in memory, and keep nothing."""
     texts = _texts(corpus)
     texts.sort(key=len, reverse=True)
     context = multiprocessing.get_context("spawn")
     barrier, seconds = context.Barrier(workers), context.SimpleQueue()
     processes = [
-        context.Process(target=_encode_all, args=(tokenizer_file, texts[rank::workers], barrier, seconds))
+        context.Process(target=_encode_all, args=(encoding, tokenizer_file, texts[rank::workers], barrier, seconds))
         for rank in range(workers)
     ]
     for process in processes:
@@ -340,19 +416,22 @@ def _texts(corpus: Path) -> list[str]:
 
 
 def _bare_encode(tokenizer_file: Path) -> Callable[[str], list[int]]:
-    """The library's own call, without our wrapper."""
+    """The own call of tiktoken or SentencePiece, without our wrapper."""
     if tokenizer_file.name == HfTokenizer.file_name:
-        import tokenizers
-
-        pipeline = tokenizers.Tokenizer.from_str(json.loads(tokenizer_file.read_bytes())["tokenizer"])
-        return lambda text: pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return TiktokenTokenizer(HfTokenizer(tokenizer_file.read_bytes())).encoding.encode_ordinary
     import sentencepiece
 
     return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_file)).encode
 
 
-def _encode_all(tokenizer_file: Path, texts: list[str], barrier: Any, seconds: Any) -> None:
-    encode = _bare_encode(tokenizer_file)
+def _our_encode(tokenizer_file: Path) -> Callable[[str], "np.ndarray"]:
+    return fastest(read_tokenizer(tokenizer_file), ())[0].encode_array
+
+
+def _encode_all(
+    encoding: Callable[[Path], Callable[[str], Any]], tokenizer_file: Path, texts: list[str], barrier: Any, seconds: Any
+) -> None:
+    encode = encoding(tokenizer_file)
     encode(texts[-1])
     barrier.wait()
     start = time.perf_counter()

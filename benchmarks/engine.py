@@ -1,25 +1,24 @@
 """A training engine of one rank, packed documents, and real text: what the benchmarks of training steps share."""
 
 import importlib
-import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.data.samples import pack
 from tost_lm.model import ModelConfig
 from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig
+from tost_lm.parallel import fsdp, zero
+from tost_lm.parallel.engine import Engine
 from tost_lm.parallel.mesh import Axis, Mesh, build_mesh, start_world
 from tost_lm.parallel.settings import ParallelConfig
-from tost_lm.parallel.zero import build_engine
 from tost_lm.pretrain.tiled import TiledLM
 
 DOCUMENT_TOKENS = 1128
@@ -29,8 +28,8 @@ DOCUMENT_TOKENS = 1128
 def engine_of(
     settings: ModelConfig, device: str, *, bfloat16: bool, optim: OptimConfig | None = None, seed: int = 0,
     accumulation: int = 1, prepare: Callable[[TiledLM], object] = lambda model: None,
-) -> Any:  # fmt: skip
-    """An engine for `train_step` as `tost train` builds it; without DeepSpeed, a plain loop with float32 masters.
+) -> Engine:  # fmt: skip
+    """An engine for `train_step` as `tost train` builds it; without DeepSpeed, that of `parallel.engine = "fsdp"`.
 
     `accumulation` micro-batches are a step. `prepare` changes the model in place.
     """
@@ -44,73 +43,24 @@ def engine_of(
         importlib.import_module("deepspeed")
     except ImportError:  # DeepSpeed, or one of its dependencies
         alone = Axis(0, 1, None)  # needs no process group
-        return PlainEngine(model, optim, Mesh(alone, alone, alone, alone, torch.device(device), alone), bfloat16)
-    mesh = build_mesh(start_world("cuda" if device == "cuda" else "cpu"), ParallelConfig())
+        mesh, build_engine = Mesh(alone, alone, alone, alone, torch.device(device), alone), fsdp.build_engine
+    else:
+        mesh = build_mesh(start_world("cuda" if device == "cuda" else "cpu"), ParallelConfig())
+        build_engine = zero.build_engine
     return build_engine(
         model, ADAMW.build(model, optim), mesh, ParallelConfig(),
         micro_batch_size=1, accumulation=accumulation, grad_clip=optim.grad_clip, bfloat16=bfloat16,
     )  # fmt: skip
 
 
-def uses_deepspeed(engine: Any) -> bool:
-    return not isinstance(engine, PlainEngine)
+def uses_deepspeed(engine: Engine) -> bool:
+    return isinstance(engine, zero.DeepSpeedEngine)
 
 
-class PlainEngine:
-    """The engine that `train_step` calls, without DeepSpeed: AdamW on float32 masters of the weights of one rank."""
-
-    def __init__(self, model: nn.Module, optim: OptimConfig, mesh: Mesh, bfloat16: bool) -> None:
-        self.module, self.mesh, self._grad_clip = model, mesh, optim.grad_clip
-        self.optimizer = ADAMW.build(model, optim)
-        self._weights = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self._masters = self._weights
-        if bfloat16:
-            self._masters = [nn.Parameter(p.detach().clone()) for p in self._weights]
-            for group in self.optimizer.param_groups:
-                group["params"] = [self._masters[self._index(p)] for p in group["params"]]
-            model.bfloat16()
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.module(*arguments, **options)
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def end_micro_batch(self) -> None:
-        """Between micro-batches there is nothing to do."""
-
-    def update(self, lr: float, is_allowed: Callable[[float], bool]) -> float:
-        """The update, if `is_allowed(gradient norm)`; returns the norm."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        if self._masters is not self._weights:
-            for master, weight in zip(self._masters, self._weights, strict=True):
-                master.grad = None if weight.grad is None else weight.grad.float()
-        norm = float(nn.utils.clip_grad_norm_(self._masters, self._grad_clip or math.inf))
-        if math.isfinite(norm) and is_allowed(norm):
-            self.optimizer.step()
-        self.module.zero_grad()
-        if self._masters is not self._weights:
-            copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-            copy([p.data for p in self._weights], [p.data for p in self._masters])
-        return norm
-
-    def state_tensors(self) -> list[Tensor]:
-        """Masters and moments."""
-        return [
-            *([] if self._masters is self._weights else self._masters),
-            *(x for state in self.optimizer.state.values() for x in state.values() if torch.is_tensor(x) and x.dim()),
-        ]
-
-    def _index(self, parameter: Tensor) -> int:
-        return next(i for i, weight in enumerate(self._weights) if weight is parameter)
-
-
-def state_bytes_of(engine: Any) -> int:
+def state_bytes_of(engine: Engine) -> int:
     """Bytes of weights, masters and moments of this rank."""
-    weights = {id(p): p for p in engine.module.parameters()}
-    others = [x for _, x in engine.own_state()] if uses_deepspeed(engine) else engine.state_tensors()
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in [*weights.values(), *others]}
+    tensors = [*engine.module.parameters(), *(x for _, x in engine.own_state())]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
 
 

@@ -25,11 +25,12 @@ from benchmarks import measure
 from benchmarks.hopper import COUNTS, kernels_of
 from tost_lm.command_line import run_program
 from tost_lm.config import Section, validate
+from tost_lm.mixers.counted import is_launched
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import compile_blocks
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.rotary import Rotary
-from tost_lm.testing.operations import Operations
+from tost_lm.torch_internals import TorchDispatchMode
 
 
 class CountConfig(Section):
@@ -85,6 +86,19 @@ def run(config: LaunchesConfig, device: str) -> tuple[list[dict[str, Any]], str]
 
 
 main = measure.benchmark("launches", run)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that launch something, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_launched(func):
+            self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -11,6 +11,8 @@ compares the pages with what this program would write. The results come from the
 - results/needle_NAME.json: `tost eval`, with the commands that the file has, and what they ran on.
 - results/servers.json: `pytest --full --record results/tests.json tests/full/test_servers.py`.
 - results/tests.json: `pytest --record`, the last run of each test file.
+
+Plans are computed, as `tost plan` does.
 """
 
 import ast
@@ -27,8 +29,11 @@ from experiments.comparison.__main__ import FORMS, stored
 from experiments.comparison.tables import evidence, recall_table, tables
 from experiments.mqar import recall_table as mqar_table
 from tost_lm.cli.main import COMMANDS, purpose, source_of
-from tost_lm.config import read_toml
+from tost_lm.config import load_config, read_toml, recipes
 from tost_lm.markdown import table
+from tost_lm.pretrain.commands.plan import layout, memory_rows, time_rows
+from tost_lm.pretrain.plan.fit import complete
+from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.tasks.grid import HEADER, rows_of
 
 CHECKOUT = Path(__file__).parents[1]
@@ -124,6 +129,33 @@ def needles(name: str, _: str) -> str:
     return table(HEADER, rows)
 
 
+QWEN3_5 = {
+    "qwen3_5_4b": [],
+    "qwen3_5_9b": [],
+    "qwen3_5_27b": ["cluster.nodes=4", "parallel.sequence=8"],
+}
+"""Recipes, and the settings that they are planned with."""
+
+
+def qwen3_5(_: str) -> str:
+    """The plan of each stage of the recipes of Qwen3.5."""
+    rows = []
+    for name, words in QWEN3_5.items():
+        given = load_config(PlanConfig, recipes()[name], [*words, "cluster.gpu_hour_price=2.5"])
+        for stage in given.in_stages():
+            assert isinstance(stage.config, PlanConfig)
+            config = complete(stage.config)
+            train = {quantity: (value, how) for quantity, value, how in time_rows(config, stage.steps)}
+            memory = next(memory_rows(config))[1]
+            hours, used = train["duration of the run"][1].split()[0], f"{config.cluster.ranks} GPUs: {layout(config)}"
+            what = f"{name}, {' '.join(words)}" if words else name
+            batch = f"{stage.steps} × {config.batch_tokens:,}"
+            time = train["duration of the run"][0], train["tokens/s"][0], hours, train["price of the run"][0]
+            rows.append((what, f"{config.train.seq_len:,}", batch, used, memory, *time))
+    of_time = "time", "tokens/s", "GPU hours", "price"
+    return table(("recipe", "tokens", "steps × tokens", "layout", "memory of a GPU", *of_time), rows)
+
+
 def in_brief(_: str) -> str:
     about = {form: settings["about"] for form, settings in read_toml(FORMS).items() if "about" in settings}
     return evidence(stored("text"), about)
@@ -207,7 +239,7 @@ def tests() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands, "gpu": gpu, "guarantees": guarantees, "status": status, "comparison": comparison,
-    "evidence": in_brief, "recall": recall, "mqar": mqar, "servers": servers,
+    "evidence": in_brief, "qwen3_5": qwen3_5, "recall": recall, "mqar": mqar, "servers": servers,
     **{f"benchmark-{name}": partial(benchmark, name) for name in ("long", "storage")},
     **{f"needle-{name}": partial(needles, name) for name in ("smollm2", "longer")},
 }  # fmt: skip

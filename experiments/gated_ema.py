@@ -19,7 +19,7 @@ from torch.nn.functional import pad, silu
 from tost_lm.config import Section
 from tost_lm.mixers.layer import TokenMixer
 from tost_lm.mixers.plugins import register
-from tost_lm.mixers.spec import Flops, OwnNumbers, RecurrentSpec
+from tost_lm.mixers.spec import RecurrentSpec
 from tost_lm.ops.exchange import Decay, exchange
 from tost_lm.ops.initialization import set_own_constants
 from tost_lm.ops.layout import int64_tensor
@@ -36,28 +36,6 @@ class EmaSpec(RecurrentSpec):
 
     def description(self, shape):
         return "gated exponential moving average, linear in time"
-
-    def channels_in(self, shape):  # values, input gates, output gates
-        return 3 * shape.width
-
-    def channels_out(self, shape):
-        return shape.width
-
-    def own_numbers(self, shape):  # a rate for each channel
-        return OwnNumbers(decayed=0, vectors=shape.width, replicated=0, replicated_tensors=0)
-
-    def operator_flops(self, shape):  # per token, without gates of outputs
-        return Flops(7 * shape.width, 12 * shape.width)
-
-    def launches(self):  # counted by `tost plugin` for 256 tokens
-        return 223
-
-    def stored_bytes(self, load):  # per token; a float32 tensor for each step of the scan
-        steps = int(load.tokens_here - 1).bit_length()
-        return load.shape.width * (3 * load.element_bytes + 4 * (6 + steps))
-
-    def state_bytes(self, load):
-        return 4 * load.shape.width
 
 
 class EmaState(NamedTuple):

@@ -21,7 +21,7 @@ from torch.nn.functional import logsigmoid, pad, rms_norm, silu
 from tost_lm.config import Section
 from tost_lm.mixers.layer import TokenMixer
 from tost_lm.mixers.plugins import register
-from tost_lm.mixers.spec import AffineSpec, Flops, OwnNumbers
+from tost_lm.mixers.spec import RecurrentSpec
 from tost_lm.ops.affine import affine_scan, initial_states
 from tost_lm.ops.initialization import set_own_constants
 from tost_lm.ops.layout import document_layout
@@ -30,33 +30,11 @@ from tost_lm.ops.precision import statistics_dtype
 CHUNK_TOKENS = 16
 
 
-class Hgrn2Spec(AffineSpec):
+class Hgrn2Spec(RecurrentSpec):
     letter, name, tag, settings = "H", "HGRN2", "hgrn2", Section
 
     def description(self, shape):
         return "HGRN2, linear in time"
-
-    def channels_in(self, shape):  # queries, forget gates, values
-        return 3 * shape.width
-
-    def channels_out(self, shape):
-        return shape.width
-
-    def own_numbers(self, shape):  # biases of the gates, scales of the norm
-        return OwnNumbers(decayed=0, vectors=2 * shape.width, replicated=0, replicated_tensors=0)
-
-    def operator_flops(self, shape):  # decay, update and output
-        return Flops(5 * shape.width**2 / shape.heads, 10 * shape.width**2 / shape.heads)
-
-    def launches(self):  # counted by `tost plugin` for 256 tokens
-        return 273
-
-    def stored_bytes(self, load):  # per token: its gaps to those of its chunk, and a state for each step of the scan
-        C, steps = load.shape.width, int((load.tokens_here - 1) // CHUNK_TOKENS).bit_length()
-        return C * (272 + load.element_bytes + (9 + 4 * steps) * C / load.shape.heads / CHUNK_TOKENS)
-
-    def map_bytes(self, load):  # of A and of C, for a row
-        return 4 * load.shape.width, 4 * load.shape.width**2 / load.shape.heads
 
 
 class Hgrn2State(NamedTuple):

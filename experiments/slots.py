@@ -32,7 +32,7 @@ from tost_lm.config import Section
 from tost_lm.mixers.layer import TokenMixer
 from tost_lm.mixers.plugins import register
 from tost_lm.mixers.shape import MixerShape
-from tost_lm.mixers.spec import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentSpec
+from tost_lm.mixers.spec import RecurrentSpec
 from tost_lm.ops.exchange import Decay, exchange
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.layout import LocalDocuments
@@ -73,41 +73,6 @@ class SlotsSpec(RecurrentSpec):
 
     def description(self, shape: MixerShape) -> str:
         return "slot memory, linear in time"
-
-    def channels_in(self, shape: MixerShape) -> int:
-        """A key, a query, a value and a gate."""
-        H, S, V = Sizes.of(shape)
-        return 2 * H * (S + V)
-
-    def channels_out(self, shape: MixerShape) -> int:
-        H, _, V = Sizes.of(shape)
-        return H * V
-
-    def own_numbers(self, shape: MixerShape) -> OwnNumbers:
-        """The convolution and the norm; two temperatures and a decay for each head."""
-        H, S, V = Sizes.of(shape)
-        return OwnNumbers(decayed=H * (S * CONV_TAPS + V), vectors=3 * H, replicated=0, replicated_tensors=0)
-
-    def operator_flops(self, shape: MixerShape) -> Flops:
-        """One token after the other: 5·S·V for M and y, 11·S·V in the backward; 2·K − 1 and 4·K − 1 for the convolution
-        of each slot's key, and 14 and 19 for its softmaxes and mass."""
-        H, S, V = Sizes.of(shape)
-        forward = H * (5 * S * V + (13 + 2 * CONV_TAPS) * S - V - 2)
-        return Flops(forward, H * (11 * S * V + (18 + 4 * CONV_TAPS) * S - V - 2))
-
-    def launches(self) -> int:  # for 256 tokens
-        return 886 + BLOCK_LAUNCHES
-
-    def stored_bytes(self, load: Load) -> float:
-        """For each head, in tensors of the operator 41·S + 13·V + 16 and of the dtype of x 3·S + 6·V; the products of
-        keys in chunks; M and N before each chunk in float64, and a copy in float32."""
-        (H, S, V), L, e = Sizes.of(load.shape), CHUNK_TOKENS, load.element_bytes
-        return H * (41 * S + 13 * V + 16 + e * (3 * S + 6 * V) + 12 * L + 12 * S * (V + 1) / L)
-
-    def state_bytes(self, load: Load) -> float:
-        """The sums in float64, and the last keys."""
-        H, S, V = Sizes.of(load.shape)
-        return H * S * (8 * (V + 1) + load.element_bytes * (CONV_TAPS - 1))
 
 
 class SlotState(NamedTuple):

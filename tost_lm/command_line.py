@@ -51,6 +51,7 @@ def run_program(
     config: type[AnySection],
     prompt: str | None = None,
     takes_urls: bool = False,
+    in_place_of: Callable[[Path], tuple[Path, list[str]]] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> NoReturn:
     """Read the command line, build the configuration, call `main(path, config)` and exit.
@@ -64,6 +65,7 @@ def run_program(
             `[ARGUMENT…]` is for a program that reads its arguments itself and passes `arguments=[]`.
         prompt: the setting that a second positional argument sets, unless that has the form of a setting.
         takes_urls: the first path may be a URL of `tost_lm.remote`.
+        in_place_of: the file, and overrides before those of the user, that are read in place of a folder at CONFIG.
 
     `--dry-run` prints the resolved configuration and exits. Exit codes: 0 success, 2 bad input (one line for each
     problem on stderr), 130 Ctrl-C, 141 broken pipe of the output, 1 (with a traceback) a bug.
@@ -87,6 +89,9 @@ def run_program(
         file = None
         if "CONFIG" in positional and paths:
             paths[-1] = file = find_recipe(paths[-1])
+            if in_place_of and file.is_dir():
+                file, given = in_place_of(file)
+                overrides = [*given, *overrides]
         if positional == "RUN TASK…":
             file, names = _suite_and_names(config, paths[1:])
             paths = paths[:1]

@@ -1,5 +1,7 @@
 """Sizes that the code and the resource plan of a run share. This module does not import torch."""
 
+from math import isqrt
+
 LOGITS_BYTES = 1 << 28
 """Bytes of logits that the loss holds at once on a CPU, at most."""
 
@@ -20,14 +22,23 @@ ALL_GATHER_RANKS = 16
 """Up to so many sequence ranks, one all-gather of statistics: its bytes cost less time than the call of a second
 collective."""
 
-PASSED_SLICES = 8
-"""Slices in which more ranks than these pass states on: the next rank begins with the first of them."""
-
 BUCKET_ELEMENTS = 40_000_000
 """Gradients that DeepSpeed reduces at once, as in Megatron-LM: few enough that most are reduced during the backward."""
 
 CAST_ELEMENTS = 1 << 24
 """Gradients that are cast at once: from bfloat16 when they are added to float32 sums, and to float64 for their norm."""
+
+
+def rank_groups(ranks: int) -> tuple[range, ...]:
+    """About √ranks groups of neighbours among more than ALL_GATHER_RANKS sequence ranks, which gather at two levels."""
+    size = isqrt(ranks - 1) + 1
+    return tuple(range(first, min(first + size, ranks)) for first in range(0, ranks, size))
+
+
+def rows_of_groups(ranks: int) -> float:
+    """Rows that a rank receives at both levels, on average."""
+    sizes = [len(group) for group in rank_groups(ranks)]
+    return sum(size * (size - 1) for size in sizes) / ranks + len(sizes) - 1
 
 
 def bucket_elements(parameters: float, largest: float) -> int:

@@ -9,6 +9,7 @@
     ._scaled_dot_product_flash_attention_for_cpu_backward                       attention to keys in parts
     torch._compile, torch._dynamo.config, torch._inductor, torch.utils._triton  limits and compilers of torch.compile
     torch.utils._pytree, torch.utils._python_dispatch, OpOverload._schema       tests of conformance and of traffic
+    torch._subclasses.fake_tensor, torch.ops.aten._local_scalar_dense           plugins, counted without values
 
 `tests/full/test_newest_versions.py` runs the tests of these, and of DeepSpeed's in `parallel/zero.py`, with the newest
 versions.
@@ -29,10 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode", "outside_of_graphs", "pytree"]
+__all__ = ["FakeTensor", "TorchDispatchMode", "outside_of_graphs", "pytree"]
 outside_of_graphs = _disable_dynamo
 """`torch.compiler.disable`, which would import the compiler at once: that takes as long as all else a model needs."""
 GLOO_ERRORS = ("gloo/transport/", "Application timeout caused pair closure")  # NCCL and the store raise DistError
@@ -40,6 +42,7 @@ RECORDS = 2000
 FlashOffsets = tuple[Tensor, Tensor, int, int]
 """Offsets of documents in queries and in keys, int32 [N + 1] on the device, and the tokens of the longest in each."""
 FUNCTIONAL_COLLECTIVES = torch.ops._c10d_functional
+_READ_NUMBER, _DEVICE = torch.ops.aten._local_scalar_dense.default, torch.ops.prim.device.default
 _PREFIX = "TORCH_FR_DUMP_TEMP_FILE"  # torch's variable: NCCL writes here too if it ends a process first
 
 
@@ -239,3 +242,36 @@ def cpu_flash_attention_backward(
     """The gradients of q, k and v, where y and the log-sum-exp are those of all keys."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return kernel(dy, q, k, v, y, log_sum, 0.0, causal)
+
+
+class FakeFloats(TorchDispatchMode):
+    """Inside, floating-point tensors are fake: they have a shape, a dtype and a size in memory, and no values.
+
+    Integers (tokens, positions, document boundaries) are real, so code that reads them runs as in training. A number
+    that is read from a fake tensor is 0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, the first operation would import torch's compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # as often as all others
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if func is _READ_NUMBER and FakeTensor in types:
+            return torch.zeros((), dtype=args[0].dtype).item()
+        is_new = not pytree.tree_any(lambda x: isinstance(x, Tensor), (args, kwargs))
+        if FakeTensor not in types and not is_new:
+            return func(*args, **(kwargs or {}))
+        out = self.faked(func, types, args, kwargs)
+        if is_new and isinstance(out, Tensor) and not out.is_floating_point():
+            return func(*args, **(kwargs or {}))
+        return out
+
+    def faked(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The operator's result, without values."""
+        return self._fake.dispatch(func, types, args, kwargs or {})

@@ -20,7 +20,7 @@ from tost_lm.mixers.delta.settings import CONV_TAPS
 from tost_lm.mixers.layer import TokenMixer
 from tost_lm.mixers.plugins import register
 from tost_lm.mixers.shape import MixerShape
-from tost_lm.mixers.spec import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentSpec
+from tost_lm.mixers.spec import RecurrentSpec
 from tost_lm.ops.initialization import InitialValue, Normal, set_own_constants
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.short_conv import CONVOLUTION
@@ -37,29 +37,6 @@ class ConvolutionSpec(RecurrentSpec):
 
     def description(self, shape: MixerShape) -> str:
         return "gated convolution of four tokens"
-
-    def channels_in(self, shape: MixerShape) -> int:
-        """Values and gates."""
-        return 2 * shape.width
-
-    def channels_out(self, shape: MixerShape) -> int:
-        return shape.width
-
-    def own_numbers(self, shape: MixerShape) -> OwnNumbers:
-        size = shape.width // shape.heads
-        return OwnNumbers(decayed=CONV_TAPS * shape.width, vectors=0, replicated=size, replicated_tensors=1)
-
-    def operator_flops(self, shape: MixerShape) -> Flops:
-        return Flops((2 * CONV_TAPS - 1) * shape.width, (4 * CONV_TAPS - 1) * shape.width)
-
-    def launches(self) -> int:
-        return 30 + BLOCK_LAUNCHES
-
-    def stored_bytes(self, load: Load) -> float:
-        return 6 * load.element_bytes * load.shape.width
-
-    def state_bytes(self, load: Load) -> float:
-        return load.element_bytes * (CONV_TAPS - 1) * load.shape.width
 
 
 class ConvolutionState(NamedTuple):

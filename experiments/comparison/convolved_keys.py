@@ -21,7 +21,7 @@ from tost_lm.mixers.shape import MixerShape
 from tost_lm.mixers.softmax.layer import ATTENTION, SoftmaxMixer
 from tost_lm.mixers.softmax.settings import SoftmaxSettings, SoftmaxSizes
 from tost_lm.mixers.softmax.spec import SoftmaxSpec
-from tost_lm.mixers.spec import OwnNumbers
+from tost_lm.mixers.spec import Numbers
 from tost_lm.ops.initialization import InitialValue, Normal, set_own_constants
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.short_conv import CONVOLUTION
@@ -39,10 +39,9 @@ class ConvolvedKeysSettings(SoftmaxSettings):
 class ConvolvedKeysSpec(SoftmaxSpec):
     letter, name, tag, settings = "C", "softmax attention, convolved keys", "convolved-keys", ConvolvedKeysSettings
 
-    def own_numbers(self, shape: MixerShape) -> OwnNumbers:
-        of_softmax, keys = super().own_numbers(shape), SoftmaxSizes.of(shape).keys
-        taps = CONV_TAPS * keys * (1 + shape.own.values)
-        return of_softmax._replace(decayed=of_softmax.decayed + taps)
+    def numbers(self, shape: MixerShape) -> Numbers:
+        taps = CONV_TAPS * SoftmaxSizes.of(shape).keys * (1 + shape.own.values)
+        return super().numbers(shape)._replace(decayed=taps)
 
 
 class ConvolvedKeysState(NamedTuple):

@@ -25,7 +25,7 @@ from tost_lm.mixers.delta.settings import CONV_TAPS
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.mixers.plugins import register
 from tost_lm.mixers.shape import MixerShape
-from tost_lm.mixers.spec import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentSpec
+from tost_lm.mixers.spec import RecurrentSpec
 from tost_lm.mixers.tssa.statistics import ENERGY_FLOOR
 from tost_lm.ops.exchange import Decay, exchange
 from tost_lm.ops.initialization import InitialValue, Normal, set_own_constants
@@ -56,35 +56,6 @@ class PartsSpec(RecurrentSpec):
 
     def description(self, shape: MixerShape) -> str:
         return "TSSA with parts of other layers, linear in time"
-
-    def channels_in(self, shape: MixerShape) -> int:
-        """The tokens, and gates."""
-        return (1 + shape.own.gate) * shape.width
-
-    def channels_out(self, shape: MixerShape) -> int:
-        return shape.width
-
-    def own_numbers(self, shape: MixerShape) -> OwnNumbers:
-        """The convolution; a temperature and a rate for each head; the norm."""
-        own, norm = shape.own, shape.own.gate * shape.width // shape.heads
-        vectors = (1 + own.decay) * shape.heads
-        return OwnNumbers(own.convolution * CONV_TAPS * shape.width, vectors, norm, int(own.gate))
-
-    def operator_flops(self, shape: MixerShape) -> Flops:
-        """As TSSA, whose running sums are products of CHUNK_TOKENS here."""
-        products = 2 * CONV_TAPS * shape.own.convolution + 4 * CHUNK_TOKENS
-        return Flops((9 + products) * shape.width, (22 + 2 * products) * shape.width)
-
-    def launches(self) -> int:
-        return 200 + BLOCK_LAUNCHES
-
-    def stored_bytes(self, load: Load) -> float:
-        return (40 + 8 * load.element_bytes) * load.shape.width
-
-    def state_bytes(self, load: Load) -> float:
-        """The sums in float64, and the last tokens."""
-        C, H = load.shape.width, load.shape.heads
-        return 8 * (2 * C + H) + load.element_bytes * (CONV_TAPS - 1) * C * load.shape.own.convolution
 
 
 class PartsState(NamedTuple):

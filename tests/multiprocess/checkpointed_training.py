@@ -111,7 +111,7 @@ def checkpoint_files(folder: Path, step: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in step_folder(folder / RUN, step).iterdir()}
 
 
-def build_layout(**settings: int) -> ParallelConfig:
+def build_layout(**settings: Any) -> ParallelConfig:
     return validate(ParallelConfig, settings, "test")
 
 

@@ -1,17 +1,14 @@
-"""One rank of a world of any size, without the other ranks: no message is sent, and floating-point tensors are fake.
-
-A fake tensor has a shape, a dtype and a size in memory, and no values. Integers (tokens, positions, document
-boundaries) are real, so code that reads them runs as in training. A number that is read from a fake tensor is 0, also
-after a collective.
+"""One rank of a world of any size, without the other ranks: no message is sent, and floating-point tensors are fake
+(`tost_lm.torch_internals.FakeFloats`), also after a collective.
 
 Internals of libraries that this module uses, as of torch 2.13 and DeepSpeed 0.19:
 
 - `torch.testing._internal.distributed.fake_pg`: the process group;
 - `torch._C._distributed_c10d`: `FakeWork`;
-- `torch._subclasses.fake_tensor`: `FakeTensorMode.dispatch`, and the converter's `tensor_memo`, whose references to
-  parameters keep `torch.nn.Module.to` from replacing them;
+- the `tensor_memo` of a `FakeTensorMode`'s converter, whose references to parameters keep `torch.nn.Module.to` from
+  replacing them;
 - `torch.utils.swap_tensors`, by which `torch.nn.Module.to` replaces a fake parameter; DeepSpeed refers to parameters;
-- `torch.utils._pytree`; `_schema` of an operator, and `aten._local_scalar_dense`, which reads a number;
+- `torch.utils._pytree`; `_schema` of an operator;
 - `_cdata` of a storage, which identifies it; `sys._getframe`, which finds the package that allocates;
 - `deepspeed.comm.comm.cdb`: DeepSpeed's process group, which must not outlive torch's.
 """
@@ -30,19 +27,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_any, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from tost_lm.parallel import mesh
 from tost_lm.parallel.mesh import World, start_world
 from tost_lm.testing.ranks import Traffic
+from tost_lm.torch_internals import FakeFloats
 
 Kind = Literal["weights", "optimizer", "gradients", "activations", "buffers"]
 """Use of memory. Activations are all that the model's forward and backward allocate, the loss included; buffers are
 what DeepSpeed allocates."""
 
-_READ_NUMBER, _DEVICE = torch.ops.aten._local_scalar_dense.default, torch.ops.prim.device.default
+_DEVICE = torch.ops.prim.device.default
 _KIND_OF_PACKAGE: dict[str, Kind] = {"tost_lm": "activations", "megatron": "activations", "deepspeed": "buffers"}
 
 
@@ -62,12 +59,11 @@ def fake_world(rank: int, size: int) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-class FakeRank(Traffic):
+class FakeRank(FakeFloats, Traffic):
     """Inside `with FakeRank() as rank:`, floating-point tensors are fake. `rank.sent` collects the collectives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._swap = patch.object(torch.utils, "swap_tensors", _replace_data)
         self._storages: dict[int, tuple[Any, int, Kind]] = {}
         self._live: Counter[Kind] = Counter()
@@ -97,30 +93,25 @@ class FakeRank(Traffic):
                 self._live[kind] += size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is _DEVICE:  # as often as all others
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if func is _DEVICE:
+            return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
         self.record(func, args, kwargs)
         if func.namespace == "c10d":
             work = FakeWork().boxed()
             return work if len(func._schema.returns) == 1 else (args[0], work)
-        if func is _READ_NUMBER and FakeTensor in types:
-            return torch.zeros((), dtype=args[0].dtype).item()
-        out = self._run(func, types, args, kwargs)
+        if func.namespace == "_c10d_functional":
+            out = self.faked(func, types, args, kwargs)
+        else:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and not x.is_meta:
                 self._count(x)
         return out
 
-    def _run(self, func: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The operator's result: fake if an argument is, or if it is a new floating-point tensor."""
-        is_new = not tree_any(_is_tensor, (args, kwargs))
-        if FakeTensor not in types and not is_new and func.namespace != "_c10d_functional":
-            return func(*args, **kwargs)
-        out = self._fake.dispatch(func, types, args, kwargs)
+    def faked(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        out = super().faked(func, types, args, kwargs)
         self._fake.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        if is_new and isinstance(out, Tensor) and not out.is_floating_point():
-            return func(*args, **kwargs)
         return out
 
     def _count(self, x: Tensor) -> None:
@@ -137,10 +128,6 @@ class FakeRank(Traffic):
     def _free(self, key: int) -> None:
         _, size, kind = self._storages.pop(key)
         self._live[kind] -= size
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor)
 
 
 def _allocator() -> Kind:

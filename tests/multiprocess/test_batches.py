@@ -13,8 +13,9 @@ from training_on_layouts import BATCH, LR, VOCAB, T, build_engine, micro_batch_s
 
 from tost_lm.config import validate
 from tost_lm.data.loader import Corpora, TrainingBatches
-from tost_lm.data.prefetch import micro_batches, prefetched
+from tost_lm.data.prefetch import MicroBatch, micro_batches, prefetched
 from tost_lm.data.stages import Packing
+from tost_lm.model.flops import document_flops
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.settings import ParallelConfig
@@ -33,8 +34,8 @@ POSITION_ENDS = [8, 16, T]
 class Trained(NamedTuple):
     validation: dict[str, Any]
     """Validation of the first batch, before the first step."""
-    records: list[tuple[float, float]]
-    """Loss and gradient norm of each step."""
+    records: list[tuple[float, float, float]]
+    """Loss, gradient norm and FLOPs of each step."""
     weights: dict[str, Tensor]
     by_hand: tuple[list[float], list[float]]
     """Loss by position and by corpus of the first batch, by a loop over its tokens; one rank only."""
@@ -72,9 +73,14 @@ def train(folder: Path, corpora: Corpora, packing: Packing, parallel: ParallelCo
     by_hand = losses_by_hand(engine.module, batches) if dist.get_world_size() == 1 else ([], [])
     with prefetched(batches, range(STEPS), config.data.workers, mesh.device) as steps:
         for _, batch in steps:
-            outcome = train_step(engine, batch, tiling, LR["adamw"])
-            records.append((outcome.loss, outcome.grad_norm))
+            flops = sum(map(document_flops(engine.module.config), lengths_in(batch)))
+            outcome = train_step(engine, batch, tiling, LR["adamw"], flops=flops)
+            records.append((outcome.loss, outcome.grad_norm, outcome.flops))
     return Trained(validation, records, dict(engine.full_weights()), by_hand)
+
+
+def lengths_in(batch: list[MicroBatch]) -> list[int]:
+    return [length for one in batch for length in one.document_lengths(T)]
 
 
 def losses_by_hand(model: TostLM, batches: TrainingBatches) -> tuple[list[float], list[float]]:
@@ -96,7 +102,9 @@ def losses_by_hand(model: TostLM, batches: TrainingBatches) -> tuple[list[float]
 
 def test_ranks_train_as_one_process(tmp_path: Path):
     expected = run_on_ranks(train_packed_both_ways, 1, tmp_path, ParallelConfig())[0]
-    assert len({loss for one in expected for loss, _ in one.records}) == 2 * STEPS
+    assert len({loss for one in expected for loss, *_ in one.records}) == 2 * STEPS
+    packed, whole = ([flops for *_, flops in one.records] for one in expected)
+    assert min(whole) == max(whole) > max(packed)
     for one in expected:
         assert one.validation["position_ends"] == POSITION_ENDS
         assert one.validation["loss"] == pytest.approx(one.records[0][0], rel=FLOAT32_REORDERED)
@@ -104,7 +112,8 @@ def test_ranks_train_as_one_process(tmp_path: Path):
         assert one.validation["loss_by_position"] == pytest.approx(by_position, rel=FLOAT32_REORDERED)
         assert one.validation["loss_by_corpus"] == pytest.approx(by_corpus, rel=FLOAT32_REORDERED)
         assert abs(by_corpus[0] - by_corpus[1]) > 1e-3
-    for ranks, layout in ((2, {}), (4, {"tensor": 2, "sequence": 2, "zero_stage": 3})):
+    largest = {"tensor": 2, "sequence": 2, "zero_stage": 3}
+    for ranks, layout in ((2, {}), (4, largest), (2, {"engine": "fsdp"}), (4, {**largest, "engine": "fsdp"})):
         parallel = validate(ParallelConfig, layout, "test")
         for found in run_on_ranks(train_packed_both_ways, ranks, tmp_path, parallel):
             for here, true in zip(found, expected, strict=True):

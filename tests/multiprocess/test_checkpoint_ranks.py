@@ -27,6 +27,7 @@ from checkpointed_training import (
     small_disk,
 )
 from other_forms import OTHER_FORMS
+from training_on_layouts import ENGINES
 
 import tost_lm
 from tost_lm.checkpointing.run_folder import find_checkpoint, step_folder
@@ -64,12 +65,14 @@ def stop_and_resume(trainees: list[Trainee], stops: list[tuple[int, ...]]) -> li
 
 
 @pytest.mark.slow
-def test_a_resumed_run_equals_one_without_a_stop_bitwise(tmp_path: Path, corpora: Corpora):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_resumed_run_equals_one_without_a_stop_bitwise(tmp_path: Path, corpora: Corpora, engine: str):
     # Tensor ranks come last: DeepSpeed keeps their groups for the rest of the process.
     layouts = {
         "stage 0": {"zero_stage": 0}, "muon": {"zero_stage": 0, "sequence": 2}, "stage 1": {},
         "stage 3": {"zero_stage": 3}, "bf16": {}, "tensor": {"tensor": 2}, "other forms": {"tensor": 2},
     }  # fmt: skip
+    layouts = {name: {**layout, "engine": engine} for name, layout in layouts.items()}
     stops = [(2,), (0, 2), (2,), (0, 2), (2,), (2,), (2,)]
     models = {"other forms": OTHER_FORMS, "stage 0": DELTA, "stage 3": DELTA, "tensor": DELTA}
     trainees = [
@@ -94,7 +97,9 @@ def several(trainees: list[Trainee], until: int) -> list[Curve]:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_on_other_parallel_layouts(tmp_path: Path, corpora: Corpora):
+@pytest.mark.parametrize("engines", [("deepspeed",), ("fsdp",), ENGINES, ENGINES[::-1]])
+def test_a_run_resumes_on_other_parallel_layouts(tmp_path: Path, corpora: Corpora, engines: tuple[str, ...]):
+    """And of another engine, if several take turns."""
     float32, bfloat16, tensor = (
         Trainee(tmp_path / name, corpora, bfloat16=name == "bfloat16", model={} if name == "bfloat16" else DELTA)
         for name in ("float32", "bfloat16", "tensor")
@@ -110,7 +115,8 @@ def test_a_run_resumes_on_other_parallel_layouts(tmp_path: Path, corpora: Corpor
     curves: list[Curve] = [[], [], []]
     for number, (ranks, layouts) in enumerate(legs, start=1):
         runs = zip((float32, bfloat16, tensor), layouts, strict=True)
-        trainees = [run._replace(parallel=build_layout(**layout)) for run, layout in runs]
+        engine = engines[number % len(engines)]
+        trainees = [run._replace(parallel=build_layout(**layout, engine=engine)) for run, layout in runs]
         for curve, more in zip(curves, run_on_ranks(several, ranks, trainees, 2 * number)[0], strict=True):
             curve += more
     # bfloat16 rounds differently with other numbers of sequences; the mean over a batch is off by a few per cent of ε.

@@ -21,8 +21,8 @@ HOST = socket.gethostname()
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
 FLIPS = 2  # of each kind
 
-Case = tuple[int, bool]
-"""Stage, and whether in bfloat16."""
+Case = tuple[int, bool, str]
+"""Stage, whether in bfloat16, and the engine."""
 
 
 class Flip(NamedTuple):
@@ -49,8 +49,8 @@ class Errors(NamedTuple):
 
 def drill(tensor: int, case: Case) -> Errors:
     """Five steps, the second of them skipped and the last two after a restore; flips between steps, and in one."""
-    stage, bfloat16 = case
-    layout = validate(ParallelConfig, {"tensor": tensor, "zero_stage": stage}, "test")
+    stage, bfloat16, kind = case
+    layout = validate(ParallelConfig, {"tensor": tensor, "zero_stage": stage, "engine": kind}, "test")
     engine, random = build_engine(layout, "adamw", bfloat16=bfloat16), torch.Generator().manual_seed(stage)
     checksums = Checksums(engine, interval=2)
     undamaged = take_step(engine, checksums, 0) + take_step(engine, checksums, 1, skip=True)
@@ -123,7 +123,7 @@ def take_step(engine: Any, checksums: Checksums, step: int, flip: Flip | None = 
 
     if flip:
         flip.apply(engine)
-    hook = next(engine.module.parameters()).register_hook(lambda gradient: gradient * (torch.inf if skip else 1))
+    hook = engine.module.norm.register_full_backward_hook(lambda module, dx, dy: (dx[0] * (torch.inf if skip else 1),))
     engine.update = watched_step
     train_steps(engine, "adamw", range(step, step + 1))
     engine.update = apply_update
@@ -146,16 +146,18 @@ def drills(tensor: int, cases: list[Case]) -> list[Errors]:
 @pytest.mark.parametrize(
     ("ranks", "tensor", "cases"),
     [
-        pytest.param(1, 1, [(0, False)], marks=pytest.mark.quick),
-        (2, 1, [(1, True)]),
-        pytest.param(2, 1, [(0, False), (1, False), (2, False), (3, False)], marks=pytest.mark.slow),
-        pytest.param(4, 1, [(0, False)], marks=pytest.mark.slow),
-        pytest.param(4, 2, [(0, False), (3, False)], marks=pytest.mark.slow),
+        pytest.param(1, 1, [(0, False, "deepspeed"), (0, False, "fsdp")], marks=pytest.mark.quick),
+        (2, 1, [(1, True, "deepspeed"), (1, True, "fsdp")]),
+        pytest.param(2, 1, [(stage, False, "deepspeed") for stage in range(4)], marks=pytest.mark.slow),
+        pytest.param(2, 1, [(stage, False, "fsdp") for stage in range(4)], marks=pytest.mark.slow),
+        pytest.param(4, 1, [(0, False, "deepspeed"), (0, False, "fsdp")], marks=pytest.mark.slow),
+        pytest.param(4, 2, [(0, False, "deepspeed"), (3, False, "deepspeed")], marks=pytest.mark.slow),
+        pytest.param(4, 2, [(0, False, "fsdp"), (3, False, "fsdp")], marks=pytest.mark.slow),
     ],
 )
 def test_every_flipped_bit_is_found_and_named(ranks: int, tensor: int, cases: list[Case]):
     results = run_on_ranks(drills, ranks, tensor, cases)
-    for (stage, _), *results_by_rank in zip(cases, *results, strict=True):
+    for (stage, _, _), *results_by_rank in zip(cases, *results, strict=True):
         assert [found.in_undamaged_steps for found in results_by_rank] == [""] * ranks
         everything = list(zip(*(found.after_flips for found in results_by_rank), strict=True))
         assert len(everything) == 3 * FLIPS + 1

@@ -52,14 +52,20 @@ def train_and_count(layout: ParallelConfig, run: dict[str, Any]) -> tuple[Record
         ([{"zero_stage": 1}, {"sequence": 2, "zero_stage": 0}, {"sequence": 2, "zero_stage": 2}], {}),
         ([{"sequence": 2}], {"memory": FULL}),
         ([{"sequence": 2}], {"tile_tokens": 10, "softmax": {"window": 5}}),
+        ([{"zero_stage": 1, "engine": "fsdp"}, {"sequence": 2, "zero_stage": 3, "engine": "fsdp"}], {}),
+        ([{"sequence": 2, "zero_stage": 3, "engine": "fsdp"}], {"memory": FULL}),
+        (
+            [{"sequence": 2, "zero_stage": 3, "engine": "fsdp"}],
+            {"tile_tokens": 10, "softmax": {"window": 5}},
+        ),
     ],
-    ids=["layouts", "checkpointed", "tiles"],
+    ids=["layouts", "checkpointed", "tiles", "fsdp", "fsdp checkpointed", "fsdp tiles"],
 )
 def test_compiled_ranks_train_as_one_process_and_compile_nothing_after_the_second_step(
-    layouts: list[dict[str, int]], run: dict[str, Any]
+    layouts: list[dict[str, Any]], run: dict[str, Any]
 ):
     validated = [validate(ParallelConfig, layout, "test") for layout in layouts]
-    for record, graphs in run_on_ranks(train_compiled, 2, validated, run)[0]:
+    for record, graphs in run_on_ranks(train_compiled, 2, validated, run, timeout_s=280)[0]:
         record.assert_as_one_process(OPTIMIZER, GRAD_CLIP, softmax=run.get("softmax", {}))
         assert graphs[0] > 0
         assert len(graphs) > 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_on_layouts import LR, T, build_engine, build_model, micro_batches
+from training_on_layouts import ENGINES, LR, T, build_engine, build_model, micro_batches
 
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import SentencePieceTokenizer
@@ -49,10 +49,10 @@ def measured_alone(found: TasksInTraining, weights: dict[str, Tensor]) -> list[R
     return [own.task.totals_of(own.measure(model, Ranks(), None)) for own in found.tasks]
 
 
-def train(engine: Any, found: TasksInTraining | None) -> list[list[Row]]:
-    """Scores before and after a few steps, in tiles if the ZeRO stage supports them."""
+def train(engine: Any, found: TasksInTraining | None, tile_tokens: int | None) -> list[list[Row]]:
+    """Scores before and after a few steps."""
     mesh, measured, beats = engine.mesh, [], []
-    tiling = tile(mesh, T, None if engine._engine.zero_optimization_stage() == 3 else 9)
+    tiling = tile(mesh, T, tile_tokens)
     for steps in (range(2), range(0)):
         if found:
             measured.append(found.measure(engine, lambda: beats.append(1)))
@@ -62,15 +62,16 @@ def train(engine: Any, found: TasksInTraining | None) -> list[list[Row]]:
     return measured
 
 
-def measure_on(layouts: list[dict[str, int]], folder: Path, bfloat16: bool) -> list[list[list[Row]]]:
+def measure_on(layouts: list[dict[str, Any]], folder: Path, bfloat16: bool) -> list[list[list[Row]]]:
     found, all_measured = find_tasks(folder), []
     for layout in layouts:
         parallel = validate(ParallelConfig, layout, "test")
         engine, alone = (
             build_engine(parallel, "adamw", bfloat16=bfloat16, memory={"mlp_tile_tokens": 4}, **SHAPE) for _ in range(2)
         )
-        all_measured.append(train(engine, found))
-        train(alone, None)
+        tile_tokens = None if (parallel.engine, parallel.zero_stage) == ("deepspeed", 3) else 9
+        all_measured.append(train(engine, found, tile_tokens))
+        train(alone, None, tile_tokens)
         weights = dict(engine.full_weights())
         for name, weight in alone.full_weights():
             assert torch.equal(weights[name], weight), name
@@ -85,6 +86,7 @@ def measure_on(layouts: list[dict[str, int]], folder: Path, bfloat16: bool) -> l
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("layouts", "bfloat16"),
     [
@@ -92,8 +94,9 @@ def measure_on(layouts: list[dict[str, int]], folder: Path, bfloat16: bool) -> l
         ([{"tensor": 2, "sequence": 2, "zero_stage": 1}, {"tensor": 2, "zero_stage": 3}], True),
     ],
 )
-def test_four_ranks_score_as_one_process(folder: Path, layouts: list[dict[str, int]], bfloat16: bool):
-    first, *others = run_on_ranks(measure_on, 4, layouts, folder, bfloat16)
+def test_four_ranks_score_as_one_process(folder: Path, layouts: list[dict[str, int]], bfloat16: bool, engine: str):
+    of_engine = [{**layout, "engine": engine} for layout in layouts]
+    first, *others = run_on_ranks(measure_on, 4, of_engine, folder, bfloat16)
     assert others == [first] * 3
     for measured in first:
         (before,), (after,) = measured

@@ -170,7 +170,7 @@ def test_packed_documents_cross_ranks(name: str, tensor: int, sequence: int, len
     expected = [loss_and_gradients(model, tokens, labels, cu_seqlens=torch.tensor(x)) for x in OFFSETS]
     ranks, layout = tensor * sequence, (name, tensor, sequence, lengths)
     found = run_on_ranks(train_packed_on_ranks, ranks, *layout)
-    if name == "delta":  # more ranks pass states on
+    if name == "delta":  # more ranks gather maps in groups
         found += run_on_ranks(by_all_to_alls, ranks, train_packed_on_ranks, *layout)
     for plain, recomputed in found:
         for offsets, (loss, gradients), (true_loss, true) in zip(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from other_forms import other_forms
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from tost_lm.checkpointing.format import (
     Progress,
@@ -39,9 +40,10 @@ LAYOUTS: list[dict[str, Any]] = [
     {"zero_stage": 0}, {}, {"zero_stage": 3}, {"dtype": "bfloat16"}, {"tensor": 2, "zero_stage": 2},
     {"tensor": 2, "sequence": 2, "zero_stage": 3},
 ]  # fmt: skip
+LAYOUTS += [{**layout, "engine": "fsdp"} for layout in LAYOUTS]
 
 
-def settings(dtype: str = "float32", **parallel: int) -> PretrainConfig:
+def settings(dtype: str = "float32", **parallel: Any) -> PretrainConfig:
     tree = {
         "model": {**MODEL, **other_forms(kv_heads=4)}, "data": {"folder": "none"}, "parallel": parallel,
         "train": {
@@ -76,10 +78,13 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def differences(engine: Any, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> list[str]:
     """The tensors that are not equal to the bit in an engine: its weights, their float32 copies or its moments."""
+    for module in getattr(engine, "_root", engine.module).modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
     dtype, found = next(engine.module.parameters()).dtype, []
     for name, parameter in engine.module.named_parameters():
         with GatheredParameters(parameter):
-            whole, held = parameter.detach().clone(), slice_of(parameter)
+            whole, held = parameter.detach().clone(), slice_of(engine.parameters[name])
         whole = whole if held is None else held.gather(whole, engine.mesh.tensor)
         found += [f"weight {name}"] * (not torch.equal(whole, weights[name].to(dtype)))
     found += [f"master {name}" for name, x in engine.full_weights() if not torch.equal(x, weights[name])]

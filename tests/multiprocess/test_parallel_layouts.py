@@ -7,7 +7,7 @@ import pytest
 import torch
 from other_forms import OTHER_FORMS
 from torch import Tensor
-from training_on_layouts import LR, Record, T, build_model, train_on_layout
+from training_on_layouts import ENGINES, LR, Record, T, build_model, train_on_layout
 from unrounded_muon import UnroundedOnCPU
 
 from tost_lm.config import validate
@@ -26,6 +26,7 @@ def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("tensor", "sequence", "stages", "optimizer", "model"),
     [
@@ -36,24 +37,27 @@ def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer
     ],
 )
 def test_four_ranks_train_as_one_process(
-    tensor: int, sequence: int, stages: tuple[int, ...], optimizer: str, model: dict[str, Any]
+    tensor: int, sequence: int, stages: tuple[int, ...], optimizer: str, model: dict[str, Any], engine: str
 ):
-    layout = {"tensor": tensor, "sequence": sequence}
+    layout = {"tensor": tensor, "sequence": sequence, "engine": engine}
     for records in run_on_ranks(partial(train_in_stages, **model), 4, layout, stages, optimizer, timeout_s=280):
         for record in records:
             record.assert_as_one_process(optimizer, GRAD_CLIP, **model)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("offload", "stages"), [("optimizer", (2, 3)), ("all", (3,))])
-def test_offloading_changes_nothing(offload: str, stages: tuple[int, ...]):
-    for record in run_on_ranks(train_in_stages, 2, {"sequence": 2, "offload": offload}, stages, "adamw")[0]:
+def test_offloading_changes_nothing(offload: str, stages: tuple[int, ...], engine: str):
+    layout = {"sequence": 2, "offload": offload, "engine": engine}
+    for record in run_on_ranks(train_in_stages, 2, layout, stages, "adamw")[0]:
         record.assert_as_one_process("adamw", GRAD_CLIP)
 
 
-def train_with_muon_and_with_torch() -> list[tuple[str, Tensor, Tensor]]:
+def train_with_muon_and_with_torch(engine: str) -> list[tuple[str, Tensor, Tensor]]:
     """(name, weight, the weight that torch's optimizers make of the gradients of all ranks) for each parameter."""
-    record = train_on_layout(ParallelConfig(sequence=2, zero_stage=0), "muon", grad_clip=0.0)
+    layout = validate(ParallelConfig, {"sequence": 2, "zero_stage": 0, "engine": engine}, "test")
+    record = train_on_layout(layout, "muon", grad_clip=0.0)
     named = dict(build_model().named_parameters())
     by_muon = [p for name, p in named.items() if name.endswith("_proj.weight")]
     decayed = [named[name] for name in ("embedding.weight", "positions.weight", "blocks.1.mixer.conv")]
@@ -73,8 +77,9 @@ def train_with_muon_and_with_torch() -> list[tuple[str, Tensor, Tensor]]:
 
 
 @pytest.mark.quick
-def test_muon_on_data_and_sequence_ranks_is_torchs_to_the_bit():
-    for weights in run_on_ranks(train_with_muon_and_with_torch, 4):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_muon_on_data_and_sequence_ranks_is_torchs_to_the_bit(engine: str):
+    for weights in run_on_ranks(train_with_muon_and_with_torch, 4, engine):
         for name, ours, theirs in weights:
             assert torch.equal(ours, theirs), name
 
@@ -89,7 +94,7 @@ def test_shards_of_unequal_length_without_clipping():
     run_on_ranks(train_on_uneven_shards, 4, lengths)[0].assert_as_one_process("sgd", 0.0)
 
 
-def norms_of_layouts(layouts: list[dict[str, int]], bfloat16: bool) -> list[tuple[float, float]]:
+def norms_of_layouts(layouts: list[dict[str, Any]], bfloat16: bool) -> list[tuple[float, float]]:
     """The norm of the first gradient under each layout, and the same norm in float64. Float32 has errors of 1e-5."""
     found = []
     for layout in layouts:
@@ -103,11 +108,13 @@ def norms_of_layouts(layouts: list[dict[str, int]], bfloat16: bool) -> list[tupl
 
 
 @pytest.mark.slow
-def test_gradient_norms_are_sums_in_float64_under_every_layout():
-    stages: list[dict[str, int]] = [{"zero_stage": stage} for stage in range(4)]
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradient_norms_are_sums_in_float64_under_every_layout(engine: str):
+    stages: list[dict[str, Any]] = [{"zero_stage": stage, "engine": engine} for stage in range(4)]
+    tensor, sequence = ({axis: 2, "engine": engine} for axis in ("tensor", "sequence"))
     [alone] = run_on_ranks(norms_of_layouts, 1, stages[:1], False)
-    on_two = run_on_ranks(norms_of_layouts, 2, [*stages, {"zero_stage": 0, "tensor": 2}, {"sequence": 2}], False)
-    in_bfloat16 = run_on_ranks(norms_of_layouts, 2, [*stages[1:], {"tensor": 2}], True)
+    on_two = run_on_ranks(norms_of_layouts, 2, [*stages, {"zero_stage": 0, **tensor}, sequence], False)
+    in_bfloat16 = run_on_ranks(norms_of_layouts, 2, [*stages[1:], tensor], True)
     for norm, exact in [*alone, *on_two[0], *on_two[1], *in_bfloat16[0], *in_bfloat16[1]]:
         assert norm == pytest.approx(exact, rel=1e-6)
     assert [norm for norm, _ in on_two[0]] == pytest.approx([alone[0][0]] * len(on_two[0]), rel=1e-6)

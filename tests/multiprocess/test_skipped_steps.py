@@ -22,7 +22,7 @@ FAULTS = ["loss", "gradient", "spike"]
 
 def everything(engine: Any) -> dict[str, Tensor]:
     # Stage 3 keeps a partition of each and fills in the whole when it likes.
-    weights = {f"model/{n}": getattr(p, "ds_tensor", p).detach().clone() for n, p in engine.module.named_parameters()}
+    weights = {f"model/{n}": getattr(p, "ds_tensor", p).detach().clone() for n, p in engine.parameters.items()}
     masters = {f"master/{name}": tensor for name, tensor in engine.full_weights()}
     moments = {f"{key}/{name}": tensor for name, key, tensor in engine.full_moments()}
     return {**weights, **masters, **moments}
@@ -72,6 +72,11 @@ def skipped_on_a_mix(settings: dict[str, Any], bfloat16: bool, optimizer: str) -
         (2, {"zero_stage": 1}, True, "adamw"),
         (4, {"zero_stage": 3, "tensor": 2}, False, "adamw"),
         (4, {"zero_stage": 1, "sequence": 2}, False, "adamw"),
+        pytest.param(2, {"zero_stage": 1, "engine": "fsdp"}, False, "adamw", marks=pytest.mark.quick),
+        (2, {"zero_stage": 1, "tensor": 2, "engine": "fsdp"}, True, "adamw"),
+        (2, {"zero_stage": 0, "engine": "fsdp"}, False, "muon"),
+        (2, {"zero_stage": 2, "engine": "fsdp"}, True, "adamw"),
+        (4, {"zero_stage": 3, "tensor": 2, "engine": "fsdp"}, False, "adamw"),
     ],
 )
 def test_every_rank_skips_alike_and_nothing_changes(

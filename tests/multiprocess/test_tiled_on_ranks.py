@@ -9,7 +9,7 @@ from all_to_alls import by_all_to_alls
 from other_forms import other_forms
 from test_exactness import OFFSETS, loss_and_gradients, mesh_of, packed_batch, whole
 from test_parallel_layouts import GRAD_CLIP
-from training_on_layouts import Record, T, build_engine, build_model, train_on_layout, train_steps
+from training_on_layouts import ENGINES, Record, T, build_engine, build_model, train_on_layout, train_steps
 
 from tost_lm.config import validate
 from tost_lm.model.transforms import apply_activation_checkpointing
@@ -109,29 +109,34 @@ def train_in_stages(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "stages", "optimizer", "grad_clip"),
-    [({"sequence": 2}, (0, 1, 2), "sgd", GRAD_CLIP), ({"sequence": 2, "tensor": 2}, (2,), "adamw", 0.0)],
+    [
+        ({"sequence": 2}, (0, 1, 2), "sgd", GRAD_CLIP),
+        ({"sequence": 2, "tensor": 2}, (2,), "adamw", 0.0),
+        ({"sequence": 2, "engine": "fsdp"}, (0, 1, 2, 3), "sgd", GRAD_CLIP),
+        ({"sequence": 2, "tensor": 2, "engine": "fsdp"}, (1, 3), "adamw", 0.0),
+    ],
 )
 def test_four_ranks_train_as_one_process(
-    layout: dict[str, int], stages: tuple[int, ...], optimizer: str, grad_clip: float
+    layout: dict[str, Any], stages: tuple[int, ...], optimizer: str, grad_clip: float
 ):
     for records in run_on_ranks(train_in_stages, 4, layout, stages, optimizer, grad_clip):
         for record in records:
             record.assert_as_one_process(optimizer, grad_clip, softmax={"window": WINDOW})
 
 
-def reductions(stage: int) -> tuple[Counter[tuple[str, int]], Counter[tuple[str, int]]]:
+def reductions(stage: int, kind: str) -> tuple[Counter[tuple[str, int]], Counter[tuple[str, int]]]:
     """Kind and bytes of the messages of one step, in whole rows and in tiles."""
     counted = []
     for tile_tokens in (None, 5):
-        engine = build_engine(
-            validate(ParallelConfig, {"zero_stage": stage}, "test"), "sgd", softmax={"window": WINDOW}
-        )
+        layout = validate(ParallelConfig, {"zero_stage": stage, "engine": kind}, "test")
+        engine = build_engine(layout, "sgd", softmax={"window": WINDOW})
         with Traffic() as traffic:
             train_steps(engine, "sgd", range(1), tile_tokens=tile_tokens)
         counted.append(Counter((sent.kind, sent.bytes) for sent in traffic.sent))
     return tuple(counted)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "stage",
     [
@@ -140,17 +145,19 @@ def reductions(stage: int) -> tuple[Counter[tuple[str, int]], Counter[tuple[str,
         pytest.param(2, marks=pytest.mark.slow),
     ],
 )
-def test_gradients_are_reduced_as_often_as_in_whole_rows(stage: int):
-    for whole_rows, tiles in run_on_ranks(reductions, 2, stage):
+def test_gradients_are_reduced_as_often_as_in_whole_rows(stage: int, engine: str):
+    for whole_rows, tiles in run_on_ranks(reductions, 2, stage, engine):
         assert whole_rows == tiles
         assert sum(size * count for (_, size), count in tiles.items()) > 10_000
 
 
-def train_in_bfloat16(tile_tokens: int | None) -> list[tuple[float, float]]:
-    engine = build_engine(ParallelConfig(sequence=2, zero_stage=2), "sgd", bfloat16=True, softmax={"window": WINDOW})
+def train_in_bfloat16(tile_tokens: int | None, kind: str) -> list[tuple[float, float]]:
+    layout = validate(ParallelConfig, {"sequence": 2, "zero_stage": 2, "engine": kind}, "test")
+    engine = build_engine(layout, "sgd", bfloat16=True, softmax={"window": WINDOW})
     return train_steps(engine, "sgd", range(2), tile_tokens=tile_tokens)
 
 
-def test_bfloat16():
-    tiled, whole_rows = (torch.tensor(run_on_ranks(train_in_bfloat16, 2, size)[0]) for size in (9, None))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bfloat16(engine: str):
+    tiled, whole_rows = (torch.tensor(run_on_ranks(train_in_bfloat16, 2, size, engine)[0]) for size in (9, None))
     torch.testing.assert_close(tiled, whole_rows, rtol=1e-2, atol=0)

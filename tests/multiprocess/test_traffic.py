@@ -14,7 +14,6 @@ from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
 from tost_lm.parallel.mesh import build_mesh, keep_received, start_world
 from tost_lm.parallel.settings import ParallelConfig
-from tost_lm.sizes import PASSED_SLICES
 from tost_lm.testing import Traffic, run_on_ranks
 
 H, C = 2, 8
@@ -85,7 +84,7 @@ def test_a_delta_layer_sends_maps_of_states_forward_and_gradients_backward_whate
     tokens = 4 * 3 * H * (2 * K + V)  # the last three before the convolution
     for on_rank in run_on_ranks(sent_in_steps, ranks, DELTA_CASES):
         for case, (forward, backward) in zip(DELTA_CASES, on_rank, strict=True):
-            sizes = [[tokens, 4 * H * K * (K + 2 * V)], [4 * H * K * V, tokens]]
+            sizes = [[tokens, 4 * H * K * (K + V)], [4 * H * K * V, tokens]]
             expected = [[(KIND, case.sequences * size) for size in way] * case.layers for way in sizes]
             assert [forward, backward] == expected, case
 
@@ -130,19 +129,25 @@ def test_by_all_to_alls_a_rank_sends_two_rows_for_each_exchange(ranks: int):
             assert [sum(sizes) for sizes in second] == [ranks * size for size in expected]
 
 
+SENT_TO = {3: ((1, 1, 0), (1, 0, 2)), 8: ((2, 2, 2, 2, 2, 2, 1, 1), (2, 2, 1, 2, 2, 1, 4, 2))}
+"""The others to which each rank sends a row within groups of 2 and of 3 ranks, and between groups."""
+
+
 @pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.slow)])
-def test_delta_layers_pass_states_on_whatever_the_length_and_the_ranks(ranks: int):
-    """After two all-to-alls of the convolution; the backward in reverse. The last rank passes no state on."""
+def test_delta_layers_gather_maps_within_groups_and_between_them_whatever_the_length(ranks: int):
+    """After two all-to-alls of the convolution; the backward in reverse, with gradients of states."""
     K = V = C // H
-    hops = ranks + min(V, PASSED_SLICES) - 2
     for rank, on_rank in enumerate(run_on_ranks(by_all_to_alls, ranks, sent_in_steps, DELTA_CASES)):
+        rows = [others[rank] for others in SENT_TO[ranks]]
         for case, (forward, backward) in zip(DELTA_CASES, on_rank, strict=True):
-            for way, passes in ((forward, rank < ranks - 1), (backward[::-1], rank > 0)):
-                assert {kind for kind, _ in way} == {OTHER_KIND}
-                for layer in range(case.layers):
-                    of_layer = [size for _, size in way[layer * (hops + 2) : (layer + 1) * (hops + 2)]]
-                    assert sum(of_layer[2:]) == passes * case.sequences * 4 * H * K * V, case
-                assert len(way) == case.layers * (hops + 2), case
+            assert {kind for kind, _ in forward + backward} == {OTHER_KIND}
+            assert len(forward) == len(backward) == 4 * case.layers
+            for layer in range(case.layers):
+                of_layer = slice(4 * layer, 4 * layer + 4)
+                of_maps, of_gradients = forward[of_layer][2:], backward[of_layer][:2]
+                size = case.sequences * 4 * H * K
+                assert [bytes_ for _, bytes_ in of_maps] == [size * (K + V) * row for row in rows], case
+                assert [bytes_ for _, bytes_ in of_gradients] == [size * V * row for row in rows], case
 
 
 @pytest.mark.parametrize(("run", "collectives"), [(partial, 1), (partial(partial, by_all_to_alls), 2)])
@@ -152,14 +157,23 @@ def test_recomputation_sends_nothing_where_what_was_received_is_kept(run: Any, c
     assert kept == never
     forward, backward = wholly
     assert forward == never[0]
-    assert len(forward) == 2 * collectives + 1
-    # Both exchanges of the TSSA layer and the one of keys and values once more.
+    assert len(forward) == 2 * collectives + 2
+    # Both exchanges of the TSSA layer and of the softmax layer once more.
     assert sorted(backward) == sorted(never[1] + forward)
 
 
 @pytest.mark.quick
-def test_a_softmax_layer_gathers_keys_and_values_and_scatters_their_gradients():
-    tokens, ranks = 1024, 4
+def test_a_softmax_layer_exchanges_tokens_for_heads_and_back():
+    tokens, ranks = 1024, H
+    [(forward, backward)] = run_on_ranks(sent_in_steps, ranks, [Case(tokens, sequences=2, pattern="A")])[1]
+    queries = 4 * 2 * (tokens // ranks) * C
+    assert forward == [(OTHER_KIND, 3 * queries), (OTHER_KIND, queries)]
+    assert backward == forward[::-1]
+
+
+@pytest.mark.quick
+def test_where_ranks_cannot_split_its_heads_it_gathers_keys_and_values_and_scatters_their_gradients():
+    tokens, ranks = 1023, 3
     [(forward, backward)] = run_on_ranks(sent_in_steps, ranks, [Case(tokens, sequences=2, pattern="A")])[1]
     shard_bytes = 4 * 2 * 2 * (tokens // ranks) * C
     assert forward == [(KIND, shard_bytes)]

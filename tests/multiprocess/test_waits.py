@@ -168,6 +168,7 @@ def waits_of_steps(parallel: ParallelConfig, bfloat16: bool) -> list[dict[str, i
 
 
 OF_THE_NORM = {"zero_step.py:clip_and_record_norm": 1}
+OF_UPDATE = {"fsdp.py:update": 1}
 
 
 @pytest.mark.parametrize(
@@ -176,8 +177,10 @@ OF_THE_NORM = {"zero_step.py:clip_and_record_norm": 1}
         pytest.param(ParallelConfig(zero_stage=0), False, OF_THE_NORM, marks=pytest.mark.slow),
         pytest.param(ParallelConfig(zero_stage=0, sequence=2), False, OF_THE_NORM, marks=pytest.mark.slow),
         pytest.param(ParallelConfig(zero_stage=1), True, {"zero_step.py:_norm": 1}, marks=pytest.mark.quick),
+        pytest.param(ParallelConfig(engine="fsdp"), True, OF_UPDATE, marks=pytest.mark.quick),
+        pytest.param(ParallelConfig(engine="fsdp", sequence=2), True, OF_UPDATE, marks=pytest.mark.slow),
     ],
-    ids=["float32", "two sequence ranks", "bfloat16"],
+    ids=["float32", "two sequence ranks", "bfloat16", "fsdp, bfloat16", "fsdp, two sequence ranks"],
 )
 def test_a_step_of_two_micro_batches_waits_only_for_the_loss_and_the_gradient_norm_at_its_end(
     parallel: ParallelConfig, bfloat16: bool, of_the_norm: dict[str, int]

@@ -1,4 +1,4 @@
-"""Resuming under ZeRO, without the files: to the bit on the same parallel layout; bfloat16; buckets."""
+"""Resuming under ZeRO, without the files: to the bit on the same parallel layout; bfloat16; buckets of DeepSpeed."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_on_layouts import LR, T, build_engine, build_model, micro_batches, restore, train_steps
+from training_on_layouts import ENGINES, LR, T, build_engine, build_model, micro_batches, restore, train_steps
 
 from tost_lm import sizes
 from tost_lm.config import validate
@@ -37,6 +37,7 @@ def stop_and_resume_each(layouts: list[ParallelConfig], bfloat16: bool) -> list[
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("tensor", "stages", "bfloat16"),
     [
@@ -44,8 +45,9 @@ def stop_and_resume_each(layouts: list[ParallelConfig], bfloat16: bool) -> list[
         *((tensor, *case) for tensor in (1, 2) for case in [((0, 1, 2, 3), False), ((1, 3), True)]),
     ],
 )
-def test_resuming_is_not_having_stopped_to_the_bit(tensor: int, stages: tuple[int, ...], bfloat16: bool):
-    validated = [validate(ParallelConfig, {"tensor": tensor, "zero_stage": stage}, "test") for stage in stages]
+def test_resuming_is_not_having_stopped_to_the_bit(tensor: int, stages: tuple[int, ...], bfloat16: bool, engine: str):
+    layouts = [{"tensor": tensor, "zero_stage": stage, "engine": engine} for stage in stages]
+    validated = [validate(ParallelConfig, layout, "test") for layout in layouts]
     for outcomes in run_on_ranks(stop_and_resume_each, 2, validated, bfloat16):
         for went_on, resumed, same_weights in outcomes:
             assert resumed == went_on
@@ -61,9 +63,10 @@ def updates_in_place(cases: list[tuple[ParallelConfig, bool]]) -> list[bool]:
     return found
 
 
-def test_a_single_rank_updates_its_float32_weights_in_place():
-    stages = [ParallelConfig(zero_stage=stage) for stage in (0, 1, 2, 3)]
-    cases = [*((layout, False) for layout in stages), (ParallelConfig(), True)]
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_single_rank_updates_its_float32_weights_in_place(engine: str):
+    stages = [validate(ParallelConfig, {"zero_stage": stage, "engine": engine}, "test") for stage in (0, 1, 2, 3)]
+    cases = [*((layout, False) for layout in stages), (stages[1], True)]
     assert run_on_ranks(updates_in_place, 1, cases) == [[True, True, True, True, False]]
 
 
@@ -208,4 +211,5 @@ def timeouts_of_groups(layouts: list[ParallelConfig]) -> set[float]:
 
 def test_every_process_group_has_the_timeout_of_the_run():
     layouts = [ParallelConfig(), ParallelConfig(tensor=2, zero_stage=3), ParallelConfig(sequence=2)]
+    layouts += [layout.model_copy(update={"engine": "fsdp"}) for layout in layouts]
     assert run_on_ranks(timeouts_of_groups, 4, layouts) == [{Timeouts().collective}] * 4

@@ -17,16 +17,19 @@ from tost_lm.ops.layout import SequenceSplit
 from tost_lm.optim.adamw import parameter_groups
 from tost_lm.optim.muon import MuonWithAdamW
 from tost_lm.optim.settings import OptimConfig
-from tost_lm.parallel import zero
 from tost_lm.parallel.apply import checkpoint_context, parallelize, shard_of
+from tost_lm.parallel.engine import whole_tensor
+from tost_lm.parallel.fsdp import TorchEngine
 from tost_lm.parallel.mesh import Mesh, build_mesh, start_world
-from tost_lm.parallel.rank_weights import local_slice, slice_of
+from tost_lm.parallel.rank_weights import local_slice
 from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.pretrain.engine import engines_of
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import Tile, TiledLM, Tiling, tile
 from tost_lm.testing import assert_as_accurate
 
 STEPS, BATCH, T, VOCAB = 3, 4, 26, 64
+ENGINES = ("deepspeed", "fsdp")
 LR = {"adamw": 1e-3, "muon": 1e-3, "sgd": 0.05}
 
 
@@ -124,27 +127,30 @@ def build_engine(
     *,
     grad_clip: float = 1.0,
     bfloat16: bool = False,
+    accumulation: int = 0,
     memory: dict[str, Any] | None = None,
     prepare: Callable[[TostLM], object] = lambda model: None,
     **settings: Any,
 ) -> Any:
-    """DeepSpeed around this rank's shard of the model of `settings`, which gets its values as those of a run do.
+    """The engine of `parallel` around this rank's shard of the model of `settings`, which gets values as in a run.
 
+    A step has `accumulation` micro-batches, or as many as `micro_batches` returns.
     `memory` has settings of activation checkpointing, `prepare` changes the model in place.
     """
     mesh = build_mesh(start_world("cpu"), parallel)
     with torch.device("meta"):
         model = build_model(**settings)
-    parallelize(model, mesh, partial(zero.allocate_for_engine, mesh=mesh, parallel=parallel, bfloat16=bfloat16))
+    engines = engines_of(parallel)
+    parallelize(model, mesh, partial(engines.allocate_for_engine, mesh=mesh, parallel=parallel, bfloat16=bfloat16))
     apply_activation_checkpointing(model, context_fn=checkpoint_context(mesh), **(memory or {}))
     prepare(model)
-    engine = zero.build_engine(
+    engine = engines.build_engine(
         model,
         build_optimizer(model, optimizer),
         mesh,
         parallel,
         micro_batch_size=micro_batch_size(mesh),
-        accumulation=BATCH // (mesh.data.size * micro_batch_size(mesh)),
+        accumulation=accumulation or BATCH // (mesh.data.size * micro_batch_size(mesh)),
         grad_clip=grad_clip,
         bfloat16=bfloat16,
     )
@@ -154,7 +160,7 @@ def build_engine(
 
 def set_whole(engine: Any, tensors: dict[str, Tensor]) -> None:
     """Set the state of a new engine from whole tensors, named as in `zero.set_state`."""
-    parameters = {label: engine.module.get_parameter(label.rpartition("/")[2]) for label in tensors}
+    parameters = {label: engine.parameters[label.rpartition("/")[2]] for label in tensors}
     slices = {label: local_slice(x, parameters[label], engine.mesh.tensor) for label, x in tensors.items()}
     engine.set_state(slices.items())
 
@@ -211,15 +217,24 @@ def train_on_layout(
 
 def record_gradients(engine: Any) -> list[dict[str, Tensor]]:
     """A list that receives the unsharded gradients, before clipping, of every following optimizer step."""
+    recorded: list[dict[str, Tensor]] = []
+    if isinstance(engine, TorchEngine):
+        collect = engine.collect
+
+        def collect_and_record() -> None:
+            collect()
+            named = engine.parameters.items()
+            recorded.append({name: engine.whole(p, p.grad).clone() for name, p in named if p.grad is not None})
+
+        engine.collect = collect_and_record
+        return recorded
     from deepspeed.utils import safe_get_full_grad
 
-    recorded: list[dict[str, Tensor]] = []
     engine_step = engine._engine.step
 
     def whole(parameter: torch.nn.Parameter) -> Tensor:
         gradient = safe_get_full_grad(parameter).clone()  # pyright: ignore[reportOptionalMemberAccess]
-        tensor_slice = slice_of(parameter)
-        return gradient if tensor_slice is None else tensor_slice.gather(gradient, engine.mesh.tensor)
+        return whole_tensor(gradient, parameter, engine.mesh)
 
     def step() -> None:
         if engine._engine.is_gradient_accumulation_boundary():

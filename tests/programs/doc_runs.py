@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from doc_pages import FIRST, MINUTES_S, QUICK, RECIPES, Block, blocks_of, with_words
 from forked import CHECKOUT, ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port
-from public_models import write_olmo_hybrid
+from public_models import qwen3_5, write_olmo_hybrid, write_with_images
 from released_code import to_released
 from shared_data import GPT2_BPE
 
@@ -70,6 +70,9 @@ class Pages:
                 write_models_of_others(folder)
             if any("tost convert Olmo-Hybrid-7B" in block.text for block in blocks_of(page)):
                 write_olmo_hybrid(folder / "Olmo-Hybrid-7B")
+            if any("tost convert Qwen3.5-4B" in block.text for block in blocks_of(page)):
+                tied = qwen3_5(max_position_embeddings=262_144, tie_word_embeddings=True)
+                write_with_images(folder / "Qwen3.5-4B", tied)
         return self._folders[page]
 
     def _run_once(self, checkout: "Checkout", block: Block) -> None:

@@ -1,5 +1,6 @@
 """Small models of the Hugging Face library, as the programs find them in a folder."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ def write_olmo_hybrid(folder: Path, normalizer: Any = None) -> None:
 def write_qwen3_5(folder: Path, dtype: str = "float32", **sizes: Any) -> None:
     """Write a model of odd shape, unless `sizes` say another, with the same tokenizer in shards of 200 MB."""
     import torch
+    from hf_tokenizers import byte_level
+
+    _write(qwen3_5(**sizes).to(getattr(torch, dtype)), byte_level(), folder)
+
+
+def qwen3_5(**sizes: Any) -> Any:
+    import torch
     from hf_tokenizers import EOT, byte_level
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -34,8 +42,28 @@ def write_qwen3_5(folder: Path, dtype: str = "float32", **sizes: Any) -> None:
         "linear_key_head_dim": 5, "linear_value_head_dim": 7,
     }  # fmt: skip
     ids = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": tokenizer.token_to_id(EOT), "pad_token_id": None}
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**odd, **sizes, **ids}))
-    _write(model.to(getattr(torch, dtype)), tokenizer, folder)
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**odd, **ids, **sizes}))
+
+
+def write_with_images(folder: Path, text: Any) -> None:
+    """Write a Qwen3.5 of images and texts with this text part, a tokenizer and weights `mtp.*`."""
+    import torch
+    from hf_tokenizers import EOT, byte_level
+    from safetensors.torch import load_file, save_file
+    from transformers import PreTrainedTokenizerFast, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1}
+    settings = {"eos_token_id": 1, "tie_word_embeddings": text.config.tie_word_embeddings}
+    vision["out_hidden_size"] = text.config.hidden_size
+    config = Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision, **settings)
+    whole = Qwen3_5ForConditionalGeneration(config)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.to(text.dtype).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token=EOT).save_pretrained(folder)
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {"mtp.fc.weight": torch.ones(2)}, path, metadata={"format": "pt"})
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_5"
 
 
 def _write(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -160,8 +160,8 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
         "text.pt": "damaged, or not a file of torch.save; copy it again",
         "ours": f"{neither} or, for a model folder, another convert.to",
         "nowhere": neither,
-        "experts/config.json": "unsupported model_type: 'qwen3_5_moe'; give a model with one of "
-        "gpt2, llama, qwen3, qwen3_5_text, qwen3_5, olmo_hybrid",
+        "experts/config.json": "unsupported model_type: 'qwen3_5_moe' (Qwen3.5 with experts); train it with "
+        "ms-swift or Megatron-Bridge",
     }
     for source, problem in problems.items():
         path = source.removesuffix("/config.json")

@@ -82,3 +82,42 @@ def test_lists_without_a_possible_row_end_with_one_line(tmp_path, words, problem
     code, out, err = Forked("tost plan", RECIPE, *words.split(), cwd=tmp_path).finish()
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert problem in err
+
+
+def test_a_folder_with_config_json_is_planned_as_its_recipe(tmp_path):
+    """In all forms that are read; 4B in a folder of images and texts is that of the recipe."""
+    transformers = pytest.importorskip("transformers")
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    text = {
+        "hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True, "max_position_embeddings": 262_144,
+        "rope_parameters": rope,
+    }  # fmt: skip
+    kinds = {
+        "qwen3_5": transformers.Qwen3_5Config(text_config=text, tie_word_embeddings=True),
+        "qwen3": transformers.Qwen3Config(max_position_embeddings=40_960, num_hidden_layers=8),
+        "llama": transformers.LlamaConfig(max_position_embeddings=131_072, num_hidden_layers=8),
+        "olmo": transformers.OlmoHybridConfig(num_hidden_layers=8), "gpt2": transformers.GPT2Config(),
+        "moe": transformers.Qwen3_5MoeConfig(),
+    }  # fmt: skip
+    printed, lengths = {}, {"qwen3": 40_960, "llama": 131_072, "olmo": 65_536, "gpt2": 1024}
+    for name, config in kinds.items():
+        config.save_pretrained(tmp_path / name)
+        printed[name] = Forked("tost plan", name, cwd=tmp_path).finish()
+    code, out, err = printed.pop("moe")
+    assert (code, out) == (2, "")
+    assert err == (
+        "error: moe/config.json: unsupported model_type: 'qwen3_5_moe' (Qwen3.5 with experts); train it with ms-swift "
+        "or Megatron-Bridge\n"
+    )
+    assert printed.pop("qwen3_5") == Forked("tost plan", "qwen3_5_4b", "stages=[]", cwd=tmp_path).finish()
+    for name, length in lengths.items():
+        code, out, err = printed[name]
+        assert (code, err) == (0, ""), name
+        ((sequence, micro_batch),) = re.findall(r"sequence (\d+) × .* micro-batches of (\d+) sequence", out)
+        assert int(micro_batch) * length / int(sequence) == pytest.approx(32_768, rel=0.3)
+    _, out, _ = Forked("tost plan", "llama", "cluster.gpu_hour_price=2", cwd=tmp_path).finish()
+    ((hours, price),) = re.findall(r"(?s)(\d+) GPU hours.*price of the run +\| (\d+)", out)
+    assert int(price) == pytest.approx(2 * int(hours), abs=1)
+    code, out, err = Forked("tost plan", "gpt2", "train.micro_batch_size=8,16", cwd=tmp_path).finish()
+    assert (code, err) == (0, "")
+    assert [row[0] for row in cells(out)] == ["8", "16"]

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tost_lm.checkpointing.format import (
     GIVE,
@@ -36,9 +36,9 @@ from tost_lm.model import ModelConfig
 from tost_lm.model.lm import TostLM, parameter_shapes
 from tost_lm.parallel.agreement import all_gather_object, communication_device, error_of_all_ranks
 from tost_lm.parallel.apply import ShardedInference, parallelize
+from tost_lm.parallel.engine import Engine
 from tost_lm.parallel.mesh import Axis, Mesh, broadcast
 from tost_lm.parallel.rank_weights import allocate, local_slice
-from tost_lm.parallel.zero import Engine
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 READ_BYTES = 1 << 24
@@ -88,7 +88,7 @@ def load_on_ranks(checkpoint: Path, mesh: Mesh) -> ShardedInference:
     model = _without_values(read_model_config(folder), folder)
     parallelize(model, mesh, lambda model: allocate(model, mesh.device, torch.float32))
     with torch.no_grad():
-        for name, local in _read(model, folder, mesh):
+        for name, local in _read(dict(model.named_parameters()), model.config, folder, mesh):
             model.get_parameter(name).copy_(local)
     return ShardedInference(model, model.config, mesh).eval()
 
@@ -101,7 +101,7 @@ def restore(engine: Engine, folder: Path) -> Progress:
     """
     progress = Progress.read(folder)
     engine.create_state(progress.updates)
-    engine.set_state(_read(engine.module, folder, engine.mesh, engine.statistics()))
+    engine.set_state(_read(engine.parameters, engine.module.config, folder, engine.mesh, engine.statistics()))
     if (folder / RNG).is_file():  # not in a converted checkpoint
         torch.set_rng_state(load_file(regular_file(folder / RNG))[RNG_NAME])
     return progress
@@ -109,11 +109,15 @@ def restore(engine: Engine, folder: Path) -> Progress:
 
 def load_weights(engine: Engine, folder: Path) -> None:
     """Load the weights of a model folder into a new engine; a collective call. Raises as `restore`."""
-    engine.set_state(_read(engine.module, folder, engine.mesh))
+    engine.set_state(_read(engine.parameters, engine.module.config, folder, engine.mesh))
 
 
 def _read(
-    model: TostLM, folder: Path, mesh: Mesh, statistics: Mapping[str, Sequence[str]] | None = None
+    parameters: Mapping[str, nn.Parameter],
+    config: ModelConfig,
+    folder: Path,
+    mesh: Mesh,
+    statistics: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(label, value) of this tensor rank's slice of each weight, in the order of `read_once_per_node`.
 
@@ -126,12 +130,12 @@ def _read(
     files = {folder / name: entry for name, entry in shard_entries(folder, "model").items()}
     if statistics:
         files |= {folder / name: entry for name, entry in shard_entries(folder, "optimizer").items()}
-    shapes = parameter_shapes(model.config)
+    shapes = parameter_shapes(config)
     labelled = {f"{one}/{name}": shapes[name] for name, kept in (statistics or {}).items() for one in kept}
     missing = {*shapes}
     for label, whole in read_once_per_node(files, shapes | labelled, mesh.node):
         missing.discard(label)
-        yield label, local_slice(whole, model.get_parameter(label.rpartition("/")[2]), mesh.tensor)
+        yield label, local_slice(whole, parameters[label.rpartition("/")[2]], mesh.tensor)
     if missing:
         raise error_of_all_ranks([f"{folder}: has no tensor {min(missing)}; {REPLACE}"], DamagedCheckpointError)
 

@@ -26,6 +26,13 @@ from tost_lm.errors import CheckpointError, ConfigError, first_problem
 from tost_lm.files import read_rows
 from tost_lm.remote import RemotePath, list_files, local_copy
 
+ADAPTER = "adapter_config.json"
+OF_OTHERS = {
+    ADAPTER: "adapters (LoRA) are not read; merge them into their model with merge_and_unload of peft, then "
+    "convert the merged folder",
+    "config.json": "it is a folder of the Hugging Face library; convert it with tost convert",
+}
+"""By a file of a model folder of other libraries, why it is no checkpoint and what to do."""
 CHECKPOINTS, ENVIRONMENT, FLIGHT_RECORDER, HEARTBEATS = "checkpoints", "env.json", "flight_recorder", "heartbeats"
 
 
@@ -137,6 +144,8 @@ def find_checkpoint(
         return path
     if newest := next(_valid_steps(path, warn, verify), None):
         return newest
+    if foreign := [reason for file, reason in OF_OTHERS.items() if (path / file).is_file()]:
+        raise CheckpointError(f"{path}: not a checkpoint: {foreign[0]}")
     reason = "none of its checkpoints is valid" if step_folders(path) else "it holds no checkpoint"
     raise CheckpointError(f"{path}: not a checkpoint: {reason}; {GIVE}")
 

@@ -42,8 +42,8 @@ from tost_lm.errors import CheckpointError
 from tost_lm.files import make_temp_folder
 from tost_lm.model.lm import parameter_shapes
 from tost_lm.parallel.agreement import NoMessageError, ThreadMessages
+from tost_lm.parallel.engine import Engine
 from tost_lm.parallel.timeouts import Timeouts
-from tost_lm.parallel.zero import Engine
 
 RESUME = "run the same command to resume from the newest complete checkpoint"
 SLOW_DISK = 200e6  # write rate [bytes/s] until a save has been measured

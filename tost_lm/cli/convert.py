@@ -7,8 +7,8 @@
     tost convert runs/base convert.folder=models/mean convert.mean_of=5
 
 The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, or a folder of the Hugging
-Face library with GPT-2, Llama, Qwen3, Qwen3.5 or OLMo-Hybrid. The result is a model folder, which every program reads.
-It also has the optimizer's moments and the number of updates of a ckpt.pt. Its model card, README.md, names the source.
+Face library with GPT-2 or a form of convert.to. The result is a model folder, which every program reads. It
+also has the optimizer's moments and the number of updates of a ckpt.pt. Its model card, README.md, names the source.
 Logits stay the same up to rounding. A checkpoint that would run code is refused. Source and result may be at URLs.
 
 With the name of a form of the Hugging Face library (convert.to=llama, …) the source is a run folder (its newest valid

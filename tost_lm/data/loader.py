@@ -248,6 +248,8 @@ class TrainingBatches:
         tokens_of = [sum(map(len, arrays)) for arrays in shards_of]
         padding = np.full(seq_len, corpora.eot)
         self._tokens = Concatenation([*chain(*shards_of), padding])
+        masks_of = [one.loss_masks(documents) for one in corpora.shards]
+        self._loss_mask = Concatenation([*chain(*masks_of), np.zeros(seq_len, np.uint8)])
         self._first_tokens = [0, *accumulate(tokens_of)]  # of each corpus, and of the padding after the last
         self.folders = [one.folder for one in corpora.shards]
         """The folder of each corpus."""
@@ -334,7 +336,7 @@ class TrainingBatches:
         return Segments(*(np.concatenate(x)[order] for x in zip(*found, strict=True)))
 
     def _read(self, segments: Segments) -> "tuple[np.ndarray, np.ndarray]":
-        """Tokens and labels, both flat int32; reads nothing else from the shards."""
+        """Tokens and labels, both flat int32; reads nothing else from the shards. Padding does not count."""
         labels = self._tokens.read(segments.start, segments.length, np.int32)
         first_S = np.cumsum(segments.length) - segments.length
         tokens = np.empty_like(labels)
@@ -342,8 +344,7 @@ class TrainingBatches:
         tokens[first_S] = self._end_of_text
         before = segments.start[~segments.fresh] - 1
         tokens[first_S[~segments.fresh]] = self._tokens.read(before, np.ones_like(before), np.int32)
-        for segment in np.flatnonzero(segments.start >= self._first_tokens[-1]).tolist():
-            labels[first_S[segment] : first_S[segment] + segments.length[segment]] = self._ignored_label
+        labels[~self._loss_mask.read(segments.start, segments.length, np.bool_)] = self._ignored_label
         return tokens, labels
 
 

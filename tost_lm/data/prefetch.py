@@ -33,6 +33,10 @@ class MicroBatch(NamedTuple):
     cu_seqlens: Tensor | None = None
     """Offsets of the documents packed into one full row, int32 [documents + 1]; None: each row is a document."""
 
+    def document_lengths(self, row_tokens: int) -> list[int]:
+        """Tokens of each document on all sequence ranks together, whose rows have `row_tokens`."""
+        return [row_tokens] * len(self.tokens) if self.cu_seqlens is None else self.cu_seqlens.diff().tolist()
+
 
 class _HostBatch(NamedTuple):
     """A batch in the host's memory, which is pinned for CUDA."""

@@ -15,7 +15,9 @@ class CorpusConfig(Section):
     source: Annotated[str, TAKES_URLS] = Field(min_length=1)
     """`embedded` (the running Python's own documentation and sources); a file, a folder or a glob, also at a URL, of .txt, .md, .jsonl, .json, .parquet, .arrow files (text and JSON also as .gz, .zst); `hub:NAME` for a Hugging Face dataset; or token files of Megatron, by PREFIX of PREFIX.bin and PREFIX.idx or by a glob that ends in .idx."""
     text_field: str = "text"
-    """Field with the text of a document in JSON, Parquet, Arrow and hub datasets."""
+    """Field with the text of a document in JSON, Parquet, Arrow and hub datasets, or with messages. A row without it may have the field `messages`, or `prompt` and `completion`; then only answers count in the loss."""
+    rewritten_answers: Literal["ignore", "rows"] = "ignore"
+    """Answers that a chat template changes when others follow, as Qwen's removes their thinking: they do not count, so often only the last answer does; or `rows`, each becomes a document of its own, with the messages before it."""
     text_documents: Literal["file", "line"] = "file"
     """A document of a plain text file (.txt, .md): the whole file, or each line."""
     hub_subset: str | None = None
@@ -62,9 +64,9 @@ class TokenizerConfig(Section):
     kind: Literal["sentencepiece", "gpt2", "hf"] = "sentencepiece"
     """`gpt2` and `hf` (a tokenizer.json of the Hugging Face library) need no training, but the package tokenizers."""
     path: Annotated[Path | None, TAKES_URLS] = None
-    """sentencepiece: the model file, which `tost prepare tokenizer` writes together with a .json record. gpt2: the folder of encoder.json and vocab.bpe; unset: download them. hf: the tokenizer.json. It may be at a URL."""
+    """sentencepiece: the model file, which `tost prepare tokenizer` writes together with a .json record. gpt2: the folder of encoder.json and vocab.bpe; unset: download them. hf: the tokenizer.json, or its folder, which may have a chat template; a folder needs no `kind`. It may be at a URL."""
     eot_token: str | None = None
-    """hf: the token that ends a document, for example `<|endoftext|>`; a tokenizer.json does not name it."""
+    """hf: the token that ends a document, for example `<|endoftext|>`; a tokenizer.json does not name it, but its folder does: the first `eos_token_id` of config.json, or `eos_token` of tokenizer_config.json."""
     vocab_size: int | None = Field(default=None, ge=300)
     """sentencepiece: number of pieces in the vocabulary, including 256 byte pieces and two special pieces. Unset: use the model in `path`, whatever its training text."""
     sample_bytes: int = Field(default=1_000_000_000, gt=0)
@@ -95,7 +97,7 @@ class ShardsConfig(Section):
     """Tokenized shards in Megatron's IndexedDataset format."""
 
     folder: Path
-    """The folder to write: NAME.bin and NAME.idx for each shard, manifest.json and a copy of the tokenizer."""
+    """The folder to write: NAME.bin and NAME.idx for each shard (and NAME.loss_mask where tokens do not count), manifest.json and a copy of the tokenizer."""
     shard_tokens: int = Field(default=100_000_000, gt=0)
     """A shard ends with the document that brings it to this many tokens."""
     workers: int | None = Field(default=None, gt=0)

@@ -1,7 +1,8 @@
 """The format of a shard folder: the manifest with its hashes, and Megatron's .idx files.
 
-A shard is NAME.bin (token ids, document after document) and NAME.idx (offsets of documents). The folder also holds the
-tokenizer's file, manifest.json with the sizes and hashes of all files, and bad_rows.jsonl if rows could not be read.
+A shard is NAME.bin (token ids, document after document) and NAME.idx (offsets of documents); where some tokens do not
+count in the loss, also NAME.loss_mask (a byte a token, 1: it counts). The folder also holds the tokenizer's file,
+manifest.json with the sizes and hashes of all files, and bad_rows.jsonl if rows could not be read.
 Token files that Megatron wrote are linked: NAME.bin and NAME.idx are links to them, and the shard is some of their
 documents.
 
@@ -28,6 +29,7 @@ from tost_lm.files import manifest_content, regular_file
 FORMAT = "tost_lm.shards.v3"
 MANIFEST = "manifest.json"
 BAD_ROWS = "bad_rows.jsonl"
+LOSS_MASK = "loss_mask"
 SPLITS = ("train", "valid", "test")
 HASH_BLOCK_BYTES = 1 << 20
 """Read whole when one of its tokens is first used, so it is small: a sample may be a few kB of it."""
@@ -55,7 +57,8 @@ class LinkedEntry(Section):
 class ShardEntry(Section):
     """One shard, `name`.bin and `name`.idx; `bytes` counts the text in UTF-8 (None: unknown).
 
-    Hashes are XXH3-128 in hex, of the whole .idx and of each 1 MiB of the shard in the .bin.
+    Hashes are XXH3-128 in hex, of the whole .idx and of each 1 MiB of the shard in the .bin. With a .loss_mask it has
+    the hashes of each 1 MiB of it, and `counted`, the tokens that count.
     """
 
     name: str = Field(pattern=rf"^({'|'.join(SPLITS)})_[0-9]{{5,}}$")
@@ -64,6 +67,8 @@ class ShardEntry(Section):
     bytes: Count | None
     idx_xxh3: Hash
     bin_xxh3: list[Hash]
+    counted: Count | None = None
+    loss_mask_xxh3: list[Hash] | None = None
     linked: LinkedEntry | None = None
 
 
@@ -98,6 +103,8 @@ class TokenizerEntry(Section):
     sha256: str
     vocab_size: int = Field(gt=0, lt=1 << 31)
     eot: int = Field(ge=0)
+    chat_template: str | None = None
+    """SHA-256 of the files of its chat template."""
 
 
 class Manifest(Section):
@@ -119,9 +126,9 @@ class Manifest(Section):
             raise ValueError("tokenizer.eot is not in the vocabulary")
         for split in SPLITS:
             for shard in getattr(self.splits, split).shards:
-                blocks = -(-shard.tokens * ITEM_BYTES[self.dtype] // HASH_BLOCK_BYTES)
-                if len(shard.bin_xxh3) != blocks:
-                    raise ValueError(f"{shard.name}: not one hash for each block of its tokens")
+                for item, hashes in ((ITEM_BYTES[self.dtype], shard.bin_xxh3), (1, shard.loss_mask_xxh3)):
+                    if hashes is not None and len(hashes) != -(-shard.tokens * item // HASH_BLOCK_BYTES):
+                        raise ValueError(f"{shard.name}: not one hash for each block of its tokens")
         return self
 
 
@@ -170,11 +177,17 @@ def block_hashes(path: Path, start: int = 0, end: int | None = None) -> Iterator
             yield xxhash.xxh3_128_hexdigest(block)
 
 
-def file_sizes(entry: dict[str, Any], dtype: str) -> tuple[int, int]:
-    """Bytes of the .bin and of the .idx file of a shard."""
+def file_sizes(entry: dict[str, Any], dtype: str) -> dict[str, int]:
+    """Bytes of each file of a shard, by its ending."""
     if linked := entry.get("linked"):
-        return linked["bin_bytes"], linked["idx_bytes"]
-    return entry["tokens"] * ITEM_BYTES[dtype], index_size(entry["documents"], entry["documents"])
+        return {"bin": linked["bin_bytes"], "idx": linked["idx_bytes"]}
+    sizes = {"bin": entry["tokens"] * ITEM_BYTES[dtype], "idx": index_size(entry["documents"], entry["documents"])}
+    return sizes | ({LOSS_MASK: entry["tokens"]} if f"{LOSS_MASK}_xxh3" in entry else {})
+
+
+def counted_tokens(split: dict[str, Any]) -> int:
+    """Tokens of a split, by its manifest entry, that count in the loss."""
+    return sum(shard.get("counted", shard["tokens"]) for shard in split["shards"])
 
 
 def index_size(sequences: int, documents: int) -> int:
@@ -271,6 +284,7 @@ class SplitWriter:
                 "bin": shard["tokens"] * self._dtype.itemsize,
                 LENGTHS: shard["documents"] * 4,
                 TEXT_BYTES: shard["documents"] * 8,
+                **({LOSS_MASK: shard["tokens"]} if "counted" in shard else {}),
             }
             for ending, extent in extents.items():
                 path = self._path(shard["name"], ending)
@@ -279,8 +293,11 @@ class SplitWriter:
                 os.truncate(path, extent)
                 self._files[ending] = path.open("ab")
 
-    def add(self, tokens: "np.ndarray", lengths: "np.ndarray", text_bytes: "np.ndarray") -> None:
-        """Append documents: tokens [Σ lengths]; tokens and bytes of text of each document [documents]."""
+    def add(
+        self, tokens: "np.ndarray", lengths: "np.ndarray", text_bytes: "np.ndarray", loss_mask: "np.ndarray"
+    ) -> None:
+        """Append documents: tokens [Σ lengths]; tokens and bytes of text of each document [documents]; and whether each
+        token counts, uint8 [Σ lengths]."""
         while len(lengths):
             shard = self._open or self._begin_shard()
             ends = np.cumsum(lengths, dtype=np.int64)
@@ -289,12 +306,25 @@ class SplitWriter:
             self._files["bin"].write(tokens[: ends[count - 1]].astype(self._dtype, copy=False).tobytes())
             self._files[LENGTHS].write(lengths[:count].astype(np.int32).tobytes())
             self._files[TEXT_BYTES].write(text_bytes[:count].astype(np.int64).tobytes())
+            self._add_mask(shard, loss_mask[: ends[count - 1]])
             shard["documents"] += count
             shard["tokens"] += int(ends[count - 1])
             shard["bytes"] += int(text_bytes[:count].sum())
-            tokens, lengths, text_bytes = tokens[ends[count - 1] :], lengths[count:], text_bytes[count:]
+            tokens, loss_mask = tokens[ends[count - 1] :], loss_mask[ends[count - 1] :]
+            lengths, text_bytes = lengths[count:], text_bytes[count:]
             if shard["tokens"] >= self._shard_tokens:
                 self._close_shard()
+
+    def _add_mask(self, shard: dict[str, Any], loss_mask: "np.ndarray") -> None:
+        """Append to the mask, which begins with the first token that does not count."""
+        if LOSS_MASK not in self._files:
+            if loss_mask.all():
+                return
+            self._files[LOSS_MASK] = self._path(shard["name"], LOSS_MASK).open("wb")
+            self._files[LOSS_MASK].write(np.ones(shard["tokens"], np.uint8).tobytes())
+            shard["counted"] = shard["tokens"]
+        self._files[LOSS_MASK].write(loss_mask.tobytes())
+        shard["counted"] += int(loss_mask.sum())
 
     def commit(self) -> dict[str, Any]:
         """Flush everything to disk and return the state to resume from, as plain JSON values."""
@@ -337,8 +367,9 @@ class SplitWriter:
             file.write(index)
             file.flush()
             os.fsync(file.fileno())
-        hashes = list(block_hashes(self._path(shard["name"], "bin")))
-        self.closed.append({**shard, "idx_xxh3": xxhash.xxh3_128_hexdigest(index), "bin_xxh3": hashes})
+        endings = ["bin", LOSS_MASK] if "counted" in shard else ["bin"]
+        hashes = {f"{ending}_xxh3": list(block_hashes(self._path(shard["name"], ending))) for ending in endings}
+        self.closed.append({**shard, "idx_xxh3": xxhash.xxh3_128_hexdigest(index), **hashes})
 
     def _path(self, name: str, ending: str) -> Path:
         return self._folder / f"{name}.{ending}"

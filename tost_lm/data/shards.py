@@ -17,6 +17,7 @@ from tost_lm.data.shard_format import (
     AGAIN,
     BAD_ROWS,
     HASH_BLOCK_BYTES,
+    LOSS_MASK,
     SPLITS,
     TEXT_BYTES,
     file_sizes,
@@ -69,7 +70,7 @@ class Shards:
             def check(copy: Path) -> None:
                 cls(folder, read_manifest(copy), copy)._check(sizes.get, hash_lengths=True)
 
-            copy = local_copy(folder, check, lambda name: not name.endswith(".bin"))
+            copy = local_copy(folder, check, lambda name: not name.endswith((".bin", f".{LOSS_MASK}")))
             return cls(folder, read_manifest(copy), copy)
         shards = cls(folder, read_manifest(folder))
         shards._check(lambda name: _size(folder / name))
@@ -79,7 +80,7 @@ class Shards:
         """The check of `open`. `size_of` gives the bytes of a file; None: it is missing."""
         for split in SPLITS:
             for entry in self.entries(split):
-                for ending, size in zip(("bin", "idx"), file_sizes(entry, self.manifest["dtype"]), strict=True):
+                for ending, size in file_sizes(entry, self.manifest["dtype"]).items():
                     name = f"{entry['name']}.{ending}"
                     _check_size(self.folder / name, size_of(name), size)
                 if hash_lengths:
@@ -97,8 +98,9 @@ class Shards:
                 self.document_lengths(entry)
                 if "partition" in self.manifest["settings"]:
                     self.text_bytes(entry)
-            for shard in self.token_arrays(split):
-                shard.verify()
+            for shard in [*self.token_arrays(split), *self.loss_masks(split)]:
+                if isinstance(shard, TokenShard):
+                    shard.verify()
         self._check_tokenizer()
 
     def tokenizer(self) -> Tokenizer:
@@ -116,6 +118,16 @@ class Shards:
     def tokens(self, entry: dict[str, Any]) -> "TokenShard":
         """The tokens of a shard [tokens], of the manifest's dtype."""
         return TokenShard(self.folder, entry, self.manifest["dtype"], self.vocab_size)
+
+    def loss_masks(self, split: str) -> "list[TokenShard | np.ndarray]":
+        """Whether each token of each shard counts in the loss, 1 or 0 [tokens]."""
+        return [self.loss_mask(entry) for entry in self.entries(split)]
+
+    def loss_mask(self, entry: dict[str, Any]) -> "TokenShard | np.ndarray":
+        """As `loss_masks`, of one shard."""
+        if f"{LOSS_MASK}_xxh3" in entry:
+            return TokenShard(self.folder, entry, "uint8", 2, LOSS_MASK)
+        return np.broadcast_to(np.uint8(1), entry["tokens"])
 
     def lengths(self, split: str) -> "list[np.ndarray]":
         """Tokens of each document of each shard, including its end-of-text id, int32 [documents].
@@ -140,12 +152,25 @@ class Shards:
         Raises:
             DataError: a damaged .idx file, or as `TokenShard`.
         """
-        for entry, tokens in zip(self.entries(split), self.token_arrays(split), strict=True):
+        for document in self._by_document(split, self.token_arrays(split), first):
+            yield document[:-1] if document[-1] == self.eot else document  # linked documents may have none
+
+    def document_masks(self, split: str, first: int = 0) -> "Iterator[np.ndarray]":
+        """Whether each token of each document from number `first` counts in the loss, 1 or 0, with its end-of-text id.
+
+        Raises:
+            DataError: as `documents`.
+        """
+        return self._by_document(split, self.loss_masks(split), first)
+
+    def _by_document(
+        self, split: str, arrays: "Sequence[TokenShard | np.ndarray]", first: int
+    ) -> "Iterator[np.ndarray]":
+        for entry, array in zip(self.entries(split), arrays, strict=True):
             lengths = self.document_lengths(entry)
             ends = np.cumsum(lengths, dtype=np.int64)
             for number in range(first, entry["documents"]):
-                document = tokens[ends[number] - lengths[number] : ends[number]]
-                yield document[:-1] if document[-1] == self.eot else document  # linked documents may have none
+                yield array[ends[number] - lengths[number] : ends[number]]
             first = max(first - entry["documents"], 0)
 
     def texts(self, split: str) -> "Iterator[str]":
@@ -193,18 +218,19 @@ def _opened(shard: "TokenShard") -> _OpenFile:
 
 
 class TokenShard:
-    """The tokens of one shard [tokens], in a file or at a URL. Threads may share it. Slices are read-only copies:
-    reading a map would end the process if the file is truncated.
+    """The tokens of one shard [tokens], or their loss mask, in a file or at a URL. Threads may share it. Slices are
+    read-only copies: reading a map would end the process if the file is truncated.
 
     A block is checked once, before its first use: against its hash, and its ids against the vocabulary. Later changes
     of the block are not seen.
     """
 
-    def __init__(self, folder: Path, entry: dict[str, Any], dtype: str, vocab_size: int) -> None:
+    def __init__(self, folder: Path, entry: dict[str, Any], dtype: str, vocab_size: int, ending: str = "bin") -> None:
         """`entry` of the manifest. Raises DataError if the file is missing or has another size."""
-        self.path, self._tokens, self._hashes = folder / f"{entry['name']}.bin", entry["tokens"], entry["bin_xxh3"]
+        self.path, self._tokens = folder / f"{entry['name']}.{ending}", entry["tokens"]
+        self._hashes: list[str] = entry[f"{ending}_xxh3"]
         self._dtype, self._vocab_size = np.dtype(dtype), vocab_size
-        self._bytes = file_sizes(entry, dtype)[0]
+        self._bytes = self._tokens if ending == LOSS_MASK else file_sizes(entry, dtype)["bin"]
         self._start = entry["linked"]["first_token"] * self._dtype.itemsize if "linked" in entry else 0
         self._block_tokens = HASH_BLOCK_BYTES // self._dtype.itemsize
         self._checked = bytearray(-(-self._tokens // self._block_tokens))

@@ -10,15 +10,15 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.shard_format import SPLITS, dtype_for
-from tost_lm.data.sources import BadRow, CorpusBlock, Document, Splitter, parse
-from tost_lm.data.tokenizers import read_tokenizer
+from tost_lm.data.sources import BadRow, Chats, CorpusBlock, Document, Splitter, parse
+from tost_lm.data.sources.chats import Part
+from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.lossless import first_loss
 from tost_lm.errors import DataError
 from tost_lm.lifetime import without_interrupts
@@ -88,11 +88,13 @@ CHECKED_BYTES = 1_000_000  # of text that each worker decodes again, beside all 
 
 
 class Built(NamedTuple):
-    """Documents of one block in one split: tokens [Σ lengths]; tokens and bytes of text of each document."""
+    """Documents of one block in one split: tokens [Σ lengths]; tokens and bytes of text of each document; and whether
+    each token counts in the loss, uint8 [Σ lengths]."""
 
     tokens: "np.ndarray"
     lengths: "np.ndarray"
     text_bytes: "np.ndarray"
+    loss_mask: "np.ndarray"
 
 
 class Encoded(NamedTuple):
@@ -105,7 +107,12 @@ class Encoded(NamedTuple):
 
 
 def encoded_blocks(
-    blocks: Iterable[CorpusBlock], corpus: CorpusConfig, tokenizer: Path, splitter: Splitter, workers: int
+    blocks: Iterable[CorpusBlock],
+    corpus: CorpusConfig,
+    tokenizer: Tokenizer,
+    chats: Chats,
+    splitter: Splitter,
+    workers: int,
 ) -> Generator[tuple[CorpusBlock, Encoded], None, None]:
     """Each block with its tokens from one of `workers` processes, in order; reads a bounded number of blocks ahead.
 
@@ -116,43 +123,61 @@ def encoded_blocks(
         "a tokenizing process died (killed or out of memory); run the same command to resume, with "
         f"shards.workers={max(1, workers // 2)} to use less memory"
     )
-    return in_processes(_Encoder.encode, blocks, workers, _Encoder, (corpus, tokenizer, splitter), died)
+    return in_processes(Encoder.encode, blocks, workers, Encoder, (corpus, tokenizer, chats, splitter), died)
 
 
-class _Encoder:
+class _EncodedDocument(NamedTuple):
+    ids: "np.ndarray"
+    text_bytes: int
+    loss_mask: "np.ndarray"
+
+
+class Encoder:
     """In a worker process: tokenizes blocks, and decodes the first texts and those that are scored again."""
 
-    def __init__(self, corpus: CorpusConfig, tokenizer: Path, splitter: Splitter) -> None:
-        self._corpus, self._tokenizer, self._splitter = corpus, read_tokenizer(tokenizer), splitter
+    def __init__(self, corpus: CorpusConfig, tokenizer: Tokenizer, chats: Chats, splitter: Splitter) -> None:
+        self._corpus, self._tokenizer, self._splitter = corpus, tokenizer, splitter
+        self._chats = chats
         self._checked = 0
 
     def encode(self, block: CorpusBlock) -> Encoded:
-        dtype = dtype_for(self._tokenizer.vocab_size)
-        eot = np.array([self._tokenizer.eot], dtype)
-        documents_of: dict[str, list[tuple[np.ndarray, int]]] = {split: [] for split in SPLITS}
+        documents_of: dict[str, list[_EncodedDocument]] = {split: [] for split in SPLITS}
         bad, documents = [], 0
-        for row in parse(block, self._corpus):
+        for row in parse(block, self._corpus, self._chats):
             if isinstance(row, BadRow):
                 bad.append(row)
                 continue
             documents += 1
-            ids, size = self._tokenizer.encode_array(row.text).astype(dtype), len(row.text.encode())
             split = self._splitter.split_of(row.row, row.text)
-            if split != "train" or self._checked < CHECKED_BYTES:
-                self._checked += size
-                self._check_lossless(row, ids)
-            documents_of[split].append((ids, size))
+            found = [self._encode(parts, row.is_chat) for parts in row.of_parts or ((Part(row.text, True),),)]
+            if not row.is_chat and (split != "train" or self._checked < CHECKED_BYTES):
+                self._checked += found[0].text_bytes
+                self._check_lossless(row, found[0].ids[:-1])
+            documents_of[split] += found
         splits = {
             split: Built(
-                np.concatenate([array for ids, _ in found for array in (ids, eot)]),
-                np.array([len(ids) + 1 for ids, _ in found], np.int32),
-                np.array([size for _, size in found], np.int64),
+                np.concatenate([one.ids for one in found]),
+                np.array([len(one.ids) for one in found], np.int32),
+                np.array([one.text_bytes for one in found], np.int64),
+                np.concatenate([one.loss_mask for one in found]),
             )
             for split, found in documents_of.items()
             if found
         }
         rows = {"read": block.rows, "bad": len(bad), "left_out": block.rows - documents - len(bad)}
         return Encoded(splits, rows, bad)
+
+    def _encode(self, parts: Sequence[Part], is_chat: bool) -> "_EncodedDocument":
+        """A document that ends with the end-of-text id. Each part is tokenized as a model reads or writes it: apart."""
+        tokenizer, dtype = self._tokenizer, dtype_for(self._tokenizer.vocab_size)
+        encode = self._chats.encode if is_chat else tokenizer.encode_array
+        space = " " if tokenizer.adds_space else ""  # it puts back the space before a cut
+        texts = [parts[0].text, *(part.text.removeprefix(space) for part in parts[1:])]
+        arrays = [encode(text).astype(dtype) for text in texts]
+        if not len(arrays[-1]) or arrays[-1][-1] != tokenizer.eot:  # a template may write it
+            arrays[-1] = np.append(arrays[-1], np.array(tokenizer.eot, dtype))
+        loss_mask = np.repeat(np.array([part.counts for part in parts], np.uint8), [*map(len, arrays)])
+        return _EncodedDocument(np.concatenate(arrays), sum(len(part.text.encode()) for part in parts), loss_mask)
 
     def _check_lossless(self, document: Document, ids: "np.ndarray") -> None:
         if loss := first_loss(document.text, self._tokenizer.decode(ids.tolist())):

@@ -21,6 +21,7 @@ from tost_lm.data.shard_format import (
     FORMAT,
     FRESH,
     LENGTHS,
+    LOSS_MASK,
     MANIFEST,
     SPLITS,
     TEXT_BYTES,
@@ -30,9 +31,19 @@ from tost_lm.data.shard_format import (
     read_manifest,
 )
 from tost_lm.data.shards import Shards
-from tost_lm.data.sources import CorpusBlock, Position, Splitter, count_rows, fingerprint, read_blocks, token_files
+from tost_lm.data.sources import (
+    CHAT_FILES,
+    Chats,
+    CorpusBlock,
+    Position,
+    Splitter,
+    count_rows,
+    fingerprint,
+    read_blocks,
+    token_files,
+)
 from tost_lm.data.sources.blocks import corpus_changed, too_many_bad
-from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer
+from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer, tokenizer_folder
 from tost_lm.data.workers import Encoded, available_cores, encoded_blocks
 from tost_lm.data_prep.linked import link_tokens
 from tost_lm.data_prep.partitions import Joined, joined, partition_of
@@ -44,12 +55,14 @@ from tost_lm.files import (
     publish_folder,
     regular_file,
     restore_backup,
+    sha256_bytes,
     write_atomically,
     write_rows,
 )
 from tost_lm.version import VERSION
 
 JOURNAL = "journal.json"
+SHARD_FILES = (".bin", ".idx", f".{LOSS_MASK}", f".{TEXT_BYTES}")
 BAD_ROWS_KEPT = 100
 
 
@@ -154,8 +167,8 @@ def build_shards(
 
 def identity(config: DataPrepConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Everything that determines the tokens of a shard folder, as recorded in the manifest."""
-    without_effect = {"source", "max_bad_fraction", "hub_streaming"}
-    partition = config.shards.partition
+    without_effect = {"source", "max_bad_fraction", "hub_streaming", "rewritten_answers"}
+    partition, folder = config.shards.partition, tokenizer_folder(config)
     return {
         "format": FORMAT,
         "tool_version": VERSION,
@@ -164,10 +177,22 @@ def identity(config: DataPrepConfig, tokenizer: Tokenizer) -> dict[str, Any]:
             **config.corpus.model_dump(mode="json", exclude=without_effect),
             "shard_tokens": config.shards.shard_tokens,
             **({"partition": partition} if partition else {}),
+            **({"rewritten_answers": config.corpus.rewritten_answers} if folder else {}),
         },
-        "tokenizer": {"sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot},
+        "tokenizer": {
+            "sha256": tokenizer.sha256,
+            "vocab_size": tokenizer.vocab_size,
+            "eot": tokenizer.eot,
+            **({"chat_template": _hash_of_template(folder)} if folder else {}),
+        },
         "dtype": dtype_for(tokenizer.vocab_size),
     }
+
+
+def _hash_of_template(folder: Path) -> str:
+    """Hex SHA-256 of all that a chat template and its variables are read from."""
+    files = (folder / name for name in CHAT_FILES)
+    return sha256_bytes(b"\0".join(file.read_bytes() if file.is_file() else b"" for file in files))
 
 
 def building_folder(folder: Path) -> Path:
@@ -223,7 +248,8 @@ def _build(
             else encoded_blocks(
                 read_blocks(config.corpus, journal.position, partition=partition_of(config) or (0, 1)),
                 config.corpus,
-                temp / tokenizer.file_name,
+                tokenizer,
+                Chats(tokenizer_folder(config), config.corpus.rewritten_answers),
                 splitter,
                 config.shards.workers or available_cores(),
             )
@@ -326,8 +352,7 @@ def _check_replaceable(folder: Path) -> None:
     foreign = [
         path.name
         for path in (folder.iterdir() if folder.exists() else [])
-        if path.name not in own
-        and not (path.stem.partition("_")[0] in SPLITS and path.suffix in (".bin", ".idx", f".{TEXT_BYTES}"))
+        if path.name not in own and not (path.stem.partition("_")[0] in SPLITS and path.suffix in SHARD_FILES)
     ]
     if foreign:
         raise DataError(

@@ -1,14 +1,15 @@
 """Making shards on the command line: reuse what is there, refuse to replace other shards, or build, with a report."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
-from tost_lm.data.settings import DataPrepConfig, ShardsConfig
-from tost_lm.data.shard_format import SPLITS, read_manifest
+from tost_lm.data.settings import CorpusConfig, DataPrepConfig, ShardsConfig
+from tost_lm.data.shard_format import SPLITS, counted_tokens, read_manifest
 from tost_lm.data.shards import Shards
-from tost_lm.data.sources import left_out_files
-from tost_lm.data.tokenizers import Tokenizer, make_tokenizer
+from tost_lm.data.sources import Document, left_out_files, parse, read_blocks, token_files
+from tost_lm.data.tokenizers import Tokenizer, fastest, make_tokenizer
 from tost_lm.data_prep.build import BuildProgress, build_shards, building_folder, identity, recover_folder
 from tost_lm.data_prep.partitions import open_partitions, with_partition
 from tost_lm.errors import DataError
@@ -56,18 +57,39 @@ def make_shards(config: DataPrepConfig, partitions: Callable[[], Sequence[Shards
         return
     print(f"building {folder}: {reason}", flush=True)
     start = time.monotonic()
+    finished = partitions()
+    if not finished and not token_files(config.corpus.source):
+        tokenizer, chosen = fastest(tokenizer, sample_texts(config.corpus))
+        if chosen:
+            print(chosen, flush=True)
     with ProgressBar("tokenizing", "B") as bar:
-        manifest = build_shards(config, tokenizer, BuildReport(bar), partitions())
+        manifest = build_shards(config, tokenizer, BuildReport(bar), finished)
     for split in SPLITS:
         entry = manifest["splits"][split]
         if entry["documents"]:
             size = entry["bytes"]
             text = "" if size is None else f", {size:,} bytes, {size / entry['tokens']:.3f} bytes per token"
+            if (counted := counted_tokens(entry)) < entry["tokens"]:
+                text = f", {counted:,} ({counted / entry['tokens']:.1%}) of them count in the loss{text}"
             print(f"{split}: {entry['documents']:,} documents, {entry['tokens']:,} tokens{text}")
     rows = manifest["rows"]
     if rows["bad"] or rows["left_out"]:
         print(f"{rows['read']:,} rows read, {rows['left_out']:,} left out by length, {rows['bad']:,} unreadable")
     print(f"{folder}: {time.monotonic() - start:.1f} s")
+
+
+SAMPLES, SAMPLE_BYTES = 8, 32_768
+
+
+def sample_texts(corpus: CorpusConfig) -> Iterator[str]:
+    """The beginnings of texts from up to SAMPLES files across a corpus, of about SAMPLE_BYTES each.
+
+    Raises:
+        DataError: as `read_blocks`.
+    """
+    for number in range(SAMPLES):
+        for block in islice(read_blocks(corpus, block_bytes=SAMPLE_BYTES, partition=(number, SAMPLES)), 1):
+            yield from (row.text[:SAMPLE_BYTES] for row in parse(block, corpus) if isinstance(row, Document))
 
 
 def checked_partitions(config: DataPrepConfig) -> list[Shards]:

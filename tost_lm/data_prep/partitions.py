@@ -93,7 +93,8 @@ def joined(partitions: Sequence[Shards], start: Position | None) -> Generator[tu
     first = start.file if start else 0
     for number, (one, split, entry) in enumerate(units[first:], start=first + 1):
         if split:
-            built = Built(one.tokens(entry)[:], one.document_lengths(entry), one.text_bytes(entry))
+            tokens, loss_mask = one.tokens(entry)[:], one.loss_mask(entry)[:]
+            built = Built(tokens, one.document_lengths(entry), one.text_bytes(entry), loss_mask)
             encoded = Encoded({split: built}, {}, [])
         else:
             encoded = Encoded({}, one.manifest["rows"], [BadRow(0, **row) for row in one.bad_rows()])

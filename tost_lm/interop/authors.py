@@ -195,4 +195,7 @@ def _number(value: Any) -> float | None:
     return float(value) if is_number and math.isfinite(value) else None
 
 
-FORMAT = ForeignFormat("ckpt.pt of the released code (arXiv 2412.17810)", (), read_authors, lambda source: None)
+FORMAT = ForeignFormat(
+    "ckpt.pt of the released code (arXiv 2412.17810)", (), read_authors, lambda source: read_authors(source).config,
+    lambda source: None,
+)  # fmt: skip

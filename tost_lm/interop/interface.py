@@ -37,6 +37,8 @@ class ForeignFormat(NamedTuple):
     model_types: tuple[str, ...]
     """In config.json of a folder of the Hugging Face library; empty: a file."""
     read: Callable[[Path], ForeignModel]
+    read_config: Callable[[Path], ModelConfig]
+    """The settings of a source; of a folder config.json is enough."""
     read_tokenizer: Callable[[Path], Tokenizer | None]
     """The tokenizer of a source; None if it has none."""
     write: Callable[[Path, Path, Path | None], list[str]] | None = None

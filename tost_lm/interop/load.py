@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from tost_lm.checkpointing.format import MANIFEST
+from tost_lm.checkpointing.format import MANIFEST, read_model_config
 from tost_lm.checkpointing.reading import load as load_ours
-from tost_lm.checkpointing.run_folder import find_checkpoint, local_model
+from tost_lm.checkpointing.run_folder import ADAPTER, OF_OTHERS, find_checkpoint, local_model
 from tost_lm.config import path_or_url
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import SOURCES, gpt2_tokenizer
@@ -15,7 +15,16 @@ from tost_lm.errors import CheckpointError, DataError
 from tost_lm.inference.foreign_folder import CONFIG, read_settings
 from tost_lm.interop import MODULES
 from tost_lm.interop.interface import ForeignFormat
-from tost_lm.model import TostLM
+from tost_lm.model import ModelConfig, TostLM
+
+ELSEWHERE = {
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), ("Qwen3.5 with experts", "ms-swift or Megatron-Bridge")),
+    "qwen3_moe": ("Qwen3 with experts", "ms-swift or Megatron-Bridge"),
+    "qwen3_next": ("Qwen3-Next, which has experts", "ms-swift or Megatron-Bridge"),
+    "mixtral": ("Mixtral, which has experts", "ms-swift"),
+    "kimi_linear": ("Kimi Linear, which has experts and latent attention", "flame, with fla"),
+}
+"""By `model_type`, models that no format reads, and what trains them."""
 
 
 def load(path: str | Path, device: str = "cpu") -> TostLM:
@@ -38,6 +47,15 @@ def load(path: str | Path, device: str = "cpu") -> TostLM:
         model = TostLM(found.config)
     model.load_state_dict(found.weights, assign=True)
     return model.to(device).eval()
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The settings of a model that `load` accepts. A folder of the Hugging Face library needs no weights.
+
+    Raises as `load`.
+    """
+    foreign = foreign_format(path)
+    return read_model_config(find_checkpoint(path)) if foreign is None else foreign.read_config(path)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -64,15 +82,20 @@ def foreign_format(source: Path) -> ForeignFormat | None:
     """The format of a ckpt.pt of the released code or a folder of the Hugging Face library; None: neither.
 
     Raises:
-        CheckpointError: no format has the `model_type` of the folder.
+        CheckpointError: no format has the `model_type` of the folder, or it has adapters.
     """
     is_file = source.is_file()
+    if (source / ADAPTER).is_file():
+        raise CheckpointError(f"{source / ADAPTER}: {OF_OTHERS[ADAPTER]}")
     if not is_file and (not (source / CONFIG).is_file() or (source / MANIFEST).is_file()):
         return None
     kind = None if is_file else read_settings(source).get("model_type", "gpt2")
     formats = [import_module(f"tost_lm.interop.{name}").FORMAT for name in MODULES]
     if found := [one for one in formats if (kind in one.model_types if kind else not one.model_types)]:
         return found[0]
+    if elsewhere := ELSEWHERE.get(str(kind)):
+        what, tool = elsewhere
+        raise CheckpointError(f"{source / CONFIG}: unsupported model_type: {kind!r} ({what}); train it with {tool}")
     known = ", ".join(name for one in formats for name in one.model_types)
     raise CheckpointError(f"{source / CONFIG}: unsupported model_type: {kind!r}; give a model with one of {known}")
 

@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,7 +117,11 @@ class PublicForm:
     @property
     def format(self) -> ForeignFormat:
         title = f"{self.title} of the Hugging Face library"
-        return ForeignFormat(title, self.model_types, self.read, read_their_tokenizer, self._write)
+        return ForeignFormat(title, self.model_types, self.read, self.read_config, read_their_tokenizer, self._write)
+
+    def read_config(self, folder: Path) -> ModelConfig:
+        """The settings of a model in a folder, which may be without weights. Raises as `read`."""
+        return self.our_settings(self._read_config(folder), folder / CONFIG)
 
     def read(self, folder: Path) -> ForeignModel:
         """The settings and the weights [float32, by our names] of a model in a folder.
@@ -211,7 +215,7 @@ class PublicForm:
             ConfigError: the sizes are inconsistent.
         """
         rope: dict[str, Any] = getattr(theirs, "rope_parameters", None) or {}
-        supported = FIXED | self._of_layers("fixed") | self.fixed | fixed_rotary(theirs, rope, where)
+        supported = self._fixed | fixed_rotary(theirs, rope, where)
         if not self.partial_rotary:
             supported["partial_rotary_factor"] = 1.0
         for name, value in supported.items():
@@ -237,7 +241,9 @@ class PublicForm:
         ours = self._ours(config)
         if not as_read and config.rotary is None:
             ours["context_length"] = max(config.context_length, UNLIMITED)
-        settings, rotary = {}, self._rotary(config)
+        config_class = getattr(transformers_library(), self.config_class)
+        has = {one.name for one in fields(config_class)}
+        settings, rotary = {name: self._fixed[name] for name in self._fixed.keys() & has}, self._rotary(config)
         if like is not None:
             theirs = self._read_config(like)
             settings = theirs.to_dict()
@@ -249,7 +255,6 @@ class PublicForm:
         if len(self.blocks) > 1:
             settings["layer_types"] = [LAYERS[letter].kind for letter in config.letters]
         settings["rope_parameters"] = rotary
-        config_class = getattr(transformers_library(), self.config_class)
         return config_class(**settings | {theirs: ours[name] for name, theirs in self._sizes.items()})
 
     def our_weights(self, config: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -318,6 +323,10 @@ class PublicForm:
     def _with_more_parts(self, like: Path | None) -> Path | None:
         """The folder `like` if its model has more parts."""
         return like if like and read_settings(like).get("model_type") in self.model_types[1:] else None
+
+    @property
+    def _fixed(self) -> dict[str, Any]:
+        return FIXED | self._of_layers("fixed") | self.fixed
 
     @property
     def _sizes(self) -> dict[str, str]:

@@ -1,17 +1,18 @@
-"""The spec of a token mixer: what the rest of the package asks about it. A mixer whose spec lacks something without a
-usual value cannot be imported.
+"""The spec of a token mixer: what the rest of the package asks about it.
 
-A spec needs no torch: settings, the resource plan and `--help` read them. Symbols: C channels, H heads, B sequences,
-T tokens, e bytes of an element.
+Parameters, operations and bytes of a plugin are counted (`tost_lm.mixers.counted`). The specs of this package state
+them: settings and plans read these without torch, also for kernels that no CPU runs. Symbols: C channels, H heads, B
+sequences, T tokens, e bytes of an element.
 """
 
 from abc import ABC, abstractmethod
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from tost_lm.config import Section
 from tost_lm.mixers.shape import MixerShape
 from tost_lm.ops.rotary import Rotary
-from tost_lm.sizes import ALL_GATHER_RANKS
+from tost_lm.sizes import rows_of_groups
 
 
 class Flops(NamedTuple):
@@ -26,24 +27,22 @@ class Flops(NamedTuple):
 
 
 NO_FLOPS = Flops(0, 0)
-PRODUCTS = 6
-"""Products of matrices of two linear layers, forward and backward: those of a mixer, or of an MLP."""
-BLOCK_LAUNCHES = 32
-"""Operations of a block around its mixer: norms, LayerScale, MLP and sums."""
-COMPILED_BLOCK_LAUNCHES = 16 + PRODUCTS
-"""The same under torch.compile, which makes few kernels of all but the products."""
 
 
-class OwnNumbers(NamedTuple):
-    """Numbers of a layer's parameters beside its two projections."""
+class Numbers(NamedTuple):
+    """Numbers of a layer's parameters."""
 
-    decayed: int
-    """Matrices, with weight decay; tensor ranks split them."""
-    vectors: int
+    channels_in: int
+    """Channels that the first projection computes."""
+    channels_out: int
+    """Channels that the last projection reads."""
+    decayed: int = 0
+    """Of other matrices, with weight decay; tensor ranks split them."""
+    vectors: int = 0
     """Without weight decay; tensor ranks split them."""
-    replicated: int
+    replicated: int = 0
     """Scales of norms, whole on every tensor rank."""
-    replicated_tensors: int
+    replicated_tensors: int = 0
     """Their number of tensors."""
 
 
@@ -65,24 +64,62 @@ class Load(NamedTuple):
     """Sequence ranks."""
     tensor: int
     """Tensor ranks."""
-    exchanged_rows: int
-    """Rows of statistics that a rank receives in an exchange, its own included."""
+    gathers: bool
+    """Whether sequence ranks exchange statistics in all-gathers; else in all-to-alls."""
 
     @property
     def tokens_here(self) -> float:
         """Tokens of a tile on a sequence rank."""
         return self.tile_tokens / self.sequence
 
+    @property
+    def exchanged_rows(self) -> int:
+        """Rows of statistics that a rank receives in an exchange, its own included."""
+        # Of all ranks; in all-to-alls a rank's columns of all, the sums before it, and with tiles those over all ranks.
+        return self.sequence if self.gathers else 2 + (self.tile_tokens < self.row_tokens)
 
-class GatheredTokens(NamedTuple):
-    """The tokens that sequence ranks receive of each other."""
+    def received(self, exchanged: float, grouped: float) -> float:
+        """Bytes per token that a rank receives, if each sends so many bytes of a row, also in groups."""
+        if self.sequence == 1:
+            return 0.0
+        rows = self.exchanged_rows * exchanged + rows_of_groups(self.sequence) * grouped
+        return rows / self.tokens_here / self.tensor
 
-    tokens: float
-    """The number of those on each rank."""
-    channels: int
+
+class Costs(NamedTuple):
+    """What a layer takes for a micro-batch of a rank. Bytes are for all tensor ranks together."""
+
+    launches: float
+    """Operations for a tile, forward and backward, as `benchmarks.launches` counts them."""
+    stored: float
+    """Bytes per token that autograd stores between the projections, the input of the last one included."""
+    state: float
+    """Bytes of the state of a row between tiles, or if it grows (`kept_tokens` is None) of what a tile adds."""
+    moved: tuple[float, float] | None = None
+    """Bytes per token that are read and written between the projections in a forward, and in a backward, apart from
+    products between tokens. None: each stored tensor is written and read forward, and read backward with its gradient
+    written and read."""
+    received: float = 0.0
+    """Bytes per token of a rank that recomputation keeps because other ranks sent them."""
+    exchanged: tuple[float, float] = (0.0, 0.0)
+    """Bytes of a row's statistics that a sequence rank sends in the two exchanges of a forward, and of a backward."""
+    grouped: tuple[float, float] = (0.0, 0.0)
+    """Bytes of a row that sequence ranks gather in groups, and as many between groups, in a forward and a backward."""
+    summed: float = 0.0
+    """Bytes of a row's state after a tile, or of its gradient, that sequence ranks add up in another exchange."""
+    dealt: float = 0.0
+    """Bytes per token that a sequence rank sends in exchanges of tokens for heads, in a forward and in a backward."""
+    busiest: float = 1.0
+    """Attention of the sequence rank with the most, over the mean."""
+    gathered_channels: int = 0
+    """Channels of the `gathered_tokens` that sequence ranks receive of each other."""
+    head_softmax: float = 0.0
+    """Bytes that tensor ranks exchange in a forward and a backward for a softmax over all heads."""
 
 
-NOT_GATHERED = GatheredTokens(0.0, 0)
+def gathered_tokens(kept: int | None, here: float) -> float:
+    """Tokens of which each sequence rank sends keys and values, of `here` tokens; `kept` as `MixerSpec.kept_tokens`."""
+    return here if kept is None else min(here, max(1, kept - 1))
 
 
 class Plugin(NamedTuple):
@@ -112,21 +149,15 @@ class MixerSpec(ABC):
     """Set by `tost_lm.mixers.plugins.register`."""
     extends_context: tuple[str, ...] = ()
     """Its settings that may change when a trained model continues at a longer context."""
+    obstacle_to_determinism: str | None = None
+    """Why training on a GPU may round differently each time, whatever torch is asked for; None: it does not."""
     kernel_bandwidth: float = 1.0
-    """Fraction of a copy's bandwidth at which `kernel_bytes` are read and written."""
+    """Fraction of a copy's bandwidth at which `Costs.moved` is read and written."""
 
     @property
     def section(self) -> str:
         """The path of its settings in [model]."""
         return f"plugin_settings.{self.letter}" if self.plugin else self.folder
-
-    def layers(self, letters: str) -> int:
-        """The number of layers with this mixer in a model with these `ModelConfig.letters`."""
-        return letters.count(self.letter)
-
-    def weights(self, shape: MixerShape) -> int:
-        """Numbers of the two projections."""
-        return shape.width * (self.channels_in(shape) + self.channels_out(shape))
 
     @abstractmethod
     def description(self, shape: MixerShape) -> str:
@@ -156,118 +187,30 @@ class MixerSpec(ABC):
         """Why so many ranks cannot split the layer, apart from `model.heads`; None: they can."""
         return None
 
-    def obstacle_to_determinism(self) -> str | None:
-        """Why training on a GPU may round differently each time, whatever torch is asked for; None: it does not."""
-        return None
+    def numbers(self, shape: MixerShape) -> Numbers:
+        """Numbers of its parameters, without biases of the projections."""
+        return _counted().numbers(self, shape)
 
-    @abstractmethod
-    def channels_in(self, shape: MixerShape) -> int:
-        """Channels that the first projection computes."""
+    def weights(self, shape: MixerShape) -> int:
+        """Numbers of the two projections."""
+        numbers = self.numbers(shape)
+        return shape.width * (numbers.channels_in + numbers.channels_out)
 
-    @abstractmethod
-    def channels_out(self, shape: MixerShape) -> int:
-        """Channels that the last projection reads."""
+    def flops(self, shape: MixerShape, tokens: int) -> tuple[Flops, Flops]:
+        """Products between tokens of a document of `tokens` tokens, and other arithmetic between the projections."""
+        return _counted().flops(self, shape, tokens)
 
-    @abstractmethod
-    def own_numbers(self, shape: MixerShape) -> OwnNumbers:
-        """Parameters beside the projections."""
-
-    def attention_flops(self, shape: MixerShape, tokens: int) -> Flops:
-        """Products between tokens of a document of `tokens` tokens."""
-        return NO_FLOPS
-
-    @abstractmethod
-    def operator_flops(self, shape: MixerShape) -> Flops:
-        """The arithmetic between the projections that is no such product."""
-
-    @abstractmethod
-    def launches(self) -> int:
-        """Operations of a block for a tile of a micro-batch, forward and backward, as `benchmarks.launches` counts, and
-        `tost plugin` for a plugin."""
-
-    def compiled_launches(self) -> int:
-        """The same under torch.compile, at most: a graph may also join operations of the mixer around its operators."""
-        return self.launches() - BLOCK_LAUNCHES + COMPILED_BLOCK_LAUNCHES
-
-    @abstractmethod
-    def stored_bytes(self, load: Load) -> float:
-        """Bytes per token that autograd stores between the projections, the input of the last one included, for all
-        tensor ranks together."""
-
-    @abstractmethod
-    def received_bytes(self, load: Load) -> float:
-        """Bytes per token of a rank that recomputation keeps because other ranks sent them."""
-
-    @abstractmethod
-    def state_bytes(self, load: Load) -> float:
-        """Bytes of the state of a row between tiles, or if it grows (`kept_tokens` is None) of what a tile adds, for
-        all tensor ranks together."""
-
-    @abstractmethod
-    def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
-        """Bytes of a row's statistics that a sequence rank sends in the two exchanges of a forward or a backward, for
-        all tensor ranks together."""
-
-    def passed_on_bytes(self, load: Load) -> float:
-        """Bytes of a row's states that a sequence rank passes on to the next in a forward, and of their gradients in a
-        backward, for all tensor ranks together."""
-        return 0.0
-
-    def summed_bytes(self, load: Load) -> float:
-        """Bytes of a row's state after a tile, or of its gradient, that sequence ranks add up in another exchange, for
-        all tensor ranks together."""
-        return 0.0
-
-    def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
-        """Channels of tokens that sequence ranks receive of a tile of `tokens` tokens."""
-        return NOT_GATHERED
-
-    def head_softmax_bytes(self, load: Load) -> float:
-        """Bytes that tensor ranks exchange in a forward and a backward for a softmax over all heads."""
-        return 0.0
-
-    def kernel_bytes(self, load: Load, forwards: float) -> float:
-        """Bytes per token that are read and written between the projections, in `forwards` forwards and a backward,
-        apart from `attention_flops`.
-
-        Usually each stored tensor is written and read forward, and read backward with its gradient written and read.
-        """
-        return (2 * forwards + 3) * self.stored_bytes(load)
+    def costs(self, load: Load) -> Costs:
+        """What the layer takes for a micro-batch."""
+        return _counted().costs(self, load)
 
 
 class RecurrentSpec(MixerSpec):
-    """Spec of a mixer with a state of constant size, which sequence ranks exchange."""
+    """Spec of a mixer with a state of constant size."""
 
     def kept_tokens(self, shape: MixerShape) -> int | None:
         return 0
 
-    def received_bytes(self, load: Load) -> float:
-        if load.sequence == 1:
-            return 0.0
-        received = load.exchanged_rows * self.exchanged_bytes(load, backward=False) + self.passed_on_bytes(load)
-        return received / load.tokens_here / load.tensor
 
-    def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
-        return self.state_bytes(load)
-
-
-class AffineSpec(RecurrentSpec):
-    """Spec of a mixer whose tokens map its state affinely, by `tost_lm.ops.affine`; its states are float64."""
-
-    @abstractmethod
-    def map_bytes(self, load: Load) -> tuple[float, float]:
-        """Bytes of A and of C of a row, in float32, for all tensor ranks together. C has the shape of a state."""
-
-    def state_bytes(self, load: Load) -> float:
-        return self.summed_bytes(load)
-
-    def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
-        """The map of the tokens and the state before them, or the gradient of a state."""
-        factor, added = self.map_bytes(load)
-        return (added if backward else factor + 2 * added) if load.sequence <= ALL_GATHER_RANKS else 0.0
-
-    def passed_on_bytes(self, load: Load) -> float:
-        return self.map_bytes(load)[1] if load.sequence > ALL_GATHER_RANKS else 0.0
-
-    def summed_bytes(self, load: Load) -> float:
-        return 2 * self.map_bytes(load)[1]
+def _counted() -> Any:
+    return import_module("tost_lm.mixers.counted")  # imports torch

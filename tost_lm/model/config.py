@@ -18,7 +18,8 @@ SWIGLU_MULTIPLE = 256
 
 # arXiv 2412.17810, language models. gpt2-base is the softmax baseline of the same table, without LayerScale;
 # gpt2-base-layerscale is the softmax model that the released train.py builds, with it. The delta presets are ours
-# (docs/experiments.md), in the form of Qwen3.5, which vLLM, SGLang and the Hugging Face library run.
+# (docs/experiments.md), in the form of Qwen3.5, which vLLM, SGLang and the Hugging Face library run. The qwen3.5 presets
+# are the text parts of Qwen's models of these names (docs/qwen3_5.md names the source of each number).
 _BASE = {"layers": 12, "heads": 12, "width": 768}
 _MEDIUM = {"layers": 24, "heads": 16, "width": 1024}
 _LARGE = {"layers": 36, "heads": 20, "width": 1280}
@@ -27,6 +28,11 @@ _DELTA = {
     "pattern": "DDDA", "positions": "none", "layer_scale": 0.0, "norm": "rms-zero-centered", "mlp": "swiglu",
     "tied_head": False, "softmax": _GATED,
 }  # fmt: skip
+_QWEN3_5 = {
+    **_DELTA, "layers": 32, "heads": 16, "vocab_size": 248_320, "context_length": 262_144, "norm_epsilon": 1e-6,
+    "softmax": {**_GATED, "head_size": 256, "kv_heads": 4, "rope_theta": 1e7},
+}  # fmt: skip
+_QWEN3_5_DELTA = {"qk_heads": 16, "value_heads": 32, "qk_size": 128, "value_size": 128, "norm_epsilon": 1e-6}
 PRESETS: dict[str, dict[str, Any]] = {
     "tost-base": {"pattern": "T", **_BASE},
     "tost-medium": {"pattern": "T", **_MEDIUM},
@@ -34,11 +40,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     "delta-350m": {**_DELTA, "layers": 20, "heads": 8, "width": 1024, "softmax": {**_GATED, "kv_heads": 4}},
     "delta-1b": {**_DELTA, "layers": 16, "heads": 16, "width": 2048},
     "delta-3b": {**_DELTA, "layers": 24, "heads": 24, "width": 3072},
+    "qwen3.5-4b": {**_QWEN3_5, "width": 2560, "mlp_hidden": 9216, "tied_head": True, "delta": _QWEN3_5_DELTA},
+    "qwen3.5-9b": {**_QWEN3_5, "width": 4096, "mlp_hidden": 12_288, "delta": _QWEN3_5_DELTA},
+    "qwen3.5-27b": {
+        **_QWEN3_5, "layers": 64, "heads": 24, "width": 5120, "mlp_hidden": 17_408,
+        "delta": {**_QWEN3_5_DELTA, "value_heads": 48},
+    },
     "gpt2-base": {"pattern": "A", **_BASE, "layer_scale": 0.0, "softmax": {"rope_theta": 0.0}},
     "gpt2-base-layerscale": {"pattern": "A", **_BASE, "softmax": {"rope_theta": 0.0}},
-}
+}  # fmt: skip
 Preset = Literal[
-    "tost-base", "tost-medium", "tost-large", "delta-350m", "delta-1b", "delta-3b", "gpt2-base", "gpt2-base-layerscale",
+    "tost-base", "tost-medium", "tost-large", "delta-350m", "delta-1b", "delta-3b", "qwen3.5-4b", "qwen3.5-9b",
+    "qwen3.5-27b", "gpt2-base", "gpt2-base-layerscale",
 ]  # fmt: skip
 
 
@@ -61,7 +74,7 @@ class ModelShape(Section):
     """The settings of a model that all its parts share."""
 
     preset: Preset | None = None
-    """Sets pattern, layers, heads, width, layer_scale, positions and softmax.rope_theta: published values for the tost and gpt2 presets. In a delta preset every fourth layer is softmax attention to all earlier tokens, and the other layers are the gated delta rule; it also sets norm, mlp, tied_head and, of softmax, kv_heads, qk_norm, gate and rotary_fraction as Qwen3.5 has them, in heads of 128 channels, and does not limit the sequence length. Settings that are given explicitly override the preset."""
+    """Sets pattern, layers, heads, width, layer_scale, positions and softmax.rope_theta: published values for the tost and gpt2 presets. In a delta preset every fourth layer is softmax attention to all earlier tokens, and the other layers are the gated delta rule; it also sets norm, mlp, tied_head and, of softmax, kv_heads, qk_norm, gate and rotary_fraction as Qwen3.5 has them, in heads of 128 channels, and does not limit the sequence length. A qwen3.5 preset sets all that the text part of the public model has. Settings that are given explicitly override the preset."""
     plugins: list[Path] = Field(default_factory=list)
     """Python files with token mixers of your own, which are run: see docs/tutorials/own_mixer.md."""
     pattern: str = "T"

@@ -2,12 +2,15 @@
 
 An operation is an addition, subtraction, multiplication, division or exponential. A product of matrices of M×K and K×N
 has 2·M·K·N. Counted: the products of the linear layers and the head, 2 forward for each token and weight and twice that
-backward, and what each mixer counts of itself (`tost_lm/mixers/*/spec.py`). Not counted: norms, gates of outputs, GELU
+backward, and what each mixer counts of itself (`tost_lm/mixers/*/spec.py`), or the products of matrices that a plugin
+runs. Not counted: norms, gates of outputs, GELU
 or SwiGLU, LayerScale, rotary embedding, the softmax of attention, the loss, the optimizer, and recomputation in the
 backward (sums over time in TSSA, scores in attention).
 """
 
 import re
+from collections.abc import Callable
+from functools import cache
 from typing import Literal, NamedTuple
 
 from tost_lm.mixers.registry import SPECS
@@ -47,8 +50,8 @@ class FlopsPerToken(NamedTuple):
 def parameters(config: ModelConfig) -> Parameters:
     C, biased, mixers, of_mixers = config.width, int(config.bias), 0, 0
     for spec, shape in config.mixers:
-        layers, own = spec.layers(config.letters), spec.own_numbers(shape)
-        biases = biased * (spec.channels_in(shape) + C)
+        layers, own = config.letters.count(spec.letter), spec.numbers(shape)
+        biases = biased * (own.channels_in + C)
         mixers += layers * (spec.weights(shape) + biases + own.decayed + own.vectors)
         of_mixers += layers * own.replicated
     of_norm = (1 + biased) * C if config.norm == "layer" else C
@@ -66,7 +69,8 @@ def vectors(config: ModelConfig) -> tuple[int, int]:
     biased, hidden = int(config.bias), (_mlp_matrices(config) - 1) * config.mlp_width
     split = biased * config.layers * hidden
     for spec, shape in config.mixers:
-        split += spec.layers(config.letters) * (spec.own_numbers(shape).vectors + biased * spec.channels_in(shape))
+        own = spec.numbers(shape)
+        split += config.letters.count(spec.letter) * (own.vectors + biased * own.channels_in)
     return split, parameters(config).scales + biased * 2 * config.layers * config.width
 
 
@@ -86,19 +90,25 @@ def block_matrices(config: ModelConfig) -> list[tuple[int, int]]:
     of_mlp = [((_mlp_matrices(config) - 1) * hidden, C), (C, hidden)]
     shapes = []
     for letter in config.letters:
-        spec, shape = SPECS[letter], config.shape_of(letter)
-        shapes += [(spec.channels_in(shape), C), (C, spec.channels_out(shape)), *of_mlp]
+        numbers = SPECS[letter].numbers(config.shape_of(letter))
+        shapes += [(numbers.channels_in, C), (C, numbers.channels_out), *of_mlp]
     return shapes
 
 
 def flops_per_token(config: ModelConfig, tokens: int) -> FlopsPerToken:
     """FLOPs per token of training on documents of `tokens` tokens."""
-    used = [(spec.layers(config.letters), spec, shape) for spec, shape in config.mixers]
-    attention = _sum([(layers, spec.attention_flops(shape, tokens)) for layers, spec, shape in used])
-    operator = _sum([(layers, spec.operator_flops(shape)) for layers, spec, shape in used])
+    used = [(config.letters.count(spec.letter), spec, shape) for spec, shape in config.mixers]
+    attention, operator = (
+        _sum([(layers, spec.flops(shape, tokens)[kind]) for layers, spec, shape in used]) for kind in (0, 1)
+    )
     mixers = sum(layers * spec.weights(shape) for layers, spec, shape in used)
     weights = mixers + config.layers * mlp_weights(config) + config.vocab_size * config.width
     return FlopsPerToken(Flops(2 * weights, 4 * weights), attention, operator)
+
+
+def document_flops(config: ModelConfig) -> Callable[[int], float]:
+    """FLOPs of training on a document of so many tokens; each length is counted once."""
+    return cache(lambda tokens: tokens * flops_per_token(config, tokens).total)
 
 
 def _sum(of_layers: list[tuple[int, Flops]]) -> Flops:

@@ -1,9 +1,9 @@
 """States that sequence ranks pass on where tokens map them affinely: S → A S + C, A a diagonal or a matrix.
 
 A depends on the tokens, so a scan column by column (`tost_lm.ops.exchange`) does not fit: the owner of some columns
-would need A of all ranks. Up to `ALL_GATHER_RANKS` ranks gather A and C of all ranks instead, and each scans them. More
-ranks pass states on, from each to the next, and in the backward their gradients from each to the one before. Neither
-depends on the length.
+would need A of all ranks. Ranks gather A and C within groups of neighbours instead (`SequenceShard.groups`: one group
+up to `ALL_GATHER_RANKS` ranks, about √R of more), compose those of their group, gather what groups composed, and scan
+both. Neither depends on the length.
 
 Only a document that crosses the border to the next rank needs A and C: the last one of a rank, or all rows if each row
 is a document. X below is their number; N documents, n of them with tokens on this rank, R ranks. States have the shape
@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from tost_lm.ops.layout import LocalDocuments, SequenceShard, int64_tensor
 from tost_lm.ops.precision import running_dtype
@@ -83,41 +84,37 @@ class _StatesBefore(torch.autograd.Function):
         # The states before the documents that begin on a rank are those of this rank only.
         here_n, starts_R = initial_N[local.documents], _starts(local, shard)
         own, starts = here_n[-X:].to(added_X.dtype), starts_R[rank]
-        if shard.gathers:
-            rows = torch.cat([added_X, factor_X, own], -1)
-            added_R, factor_R, own_R = _gathered(rows, shard).split([V, factor_X.shape[-1], V], -1)
-            before = torch.zeros_like(own)
-            for r in range(rank):
-                before = added_R[r] + _product(factor_R[r], own_R[r] if starts_R[r] else before)
-            factors = factor_R.contiguous()
-        else:
-            before = shard.pass_on(
-                own, lambda before, c: added_X[..., c] + _product(factor_X, own[..., c] if starts else before)
-            )
-            factors = factor_X[None].contiguous()
+        group, earlier, _ = _position(shard)
+        after = added_X + _product(factor_X, own) if starts else added_X
+        added_r, factor_r = shard.gather_group(torch.cat([after, factor_X], -1)).tensor_split([V], -1)
+        before, factors = torch.zeros_like(own), [factor_r.contiguous()]
+        if len(shard.groups) > 1:
+            composed = _composed(added_r, factor_r, starts_R[group.start : group.stop])
+            added_g, factor_g = shard.gather_groups(composed).tensor_split([V], -1)
+            before = _scan(before, added_g[:earlier], factor_g, _any_starts(starts_R, shard))
+            factors.append(factor_g.contiguous())
+        before = _scan(before, added_r[: rank - group.start], factor_r, starts_R[group.start :])
         ctx.shard, ctx.local, ctx.starts_R = shard, local, starts_R
-        ctx.save_for_backward(factors, own if starts else before)
+        ctx.save_for_backward(own if starts else before, *factors)
         return torch.cat([before.to(here_n.dtype), here_n[X:]]) if local.before[0] else here_n.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_before_n: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (factors, previous), shard, local, starts_R = ctx.saved_tensors, ctx.shard, ctx.local, ctx.starts_R
-        X, rank = len(previous), shard.split.rank
+        (previous, factor_r, *of_groups), shard, local = ctx.saved_tensors, ctx.shard, ctx.local
+        starts_R, X, rank = ctx.starts_R, len(previous), shard.split.rank
+        group, _, later = _position(shard)
         # What arrives before a rank's first tokens its last document passes on, unless it begins there.
-        d_here = d_before_n[:X].to(factors.dtype) if local.before[0] else torch.zeros_like(previous)
-        if shard.gathers:
-            factor, d_R = factors[rank], _gathered(d_here, shard)
-            d_after = torch.zeros_like(d_here)
-            for r in reversed(range(rank + 1, len(starts_R))):
-                d_after = d_R[r] if starts_R[r] else d_R[r] + _product(factors[r], d_after, transposed=True)
-        else:
-            factor, starts = factors[0], starts_R[rank]
-            d_after = shard.pass_on(
-                d_here,
-                lambda d, c: d_here[..., c] if starts else d_here[..., c] + _product(factor, d, transposed=True),
-                reverse=True,
-            )
+        d_here = d_before_n[:X].to(factor_r.dtype) if local.before[0] else torch.zeros_like(previous)
+        d_r, factors_r = shard.gather_group(d_here).flip(0), factor_r.flip(0)
+        starts_r = starts_R[group.start : group.stop][::-1]
+        d_after = torch.zeros_like(d_here)
+        if of_groups:
+            d_g = shard.gather_groups(_scan(d_after, d_r, factors_r, starts_r, transposed=True)).flip(0)
+            starts_g = _any_starts(starts_R, shard)[::-1]
+            d_after = _scan(d_after, d_g[:later], of_groups[0].flip(0), starts_g, transposed=True)
+        d_after = _scan(d_after, d_r[: group.stop - 1 - rank], factors_r, starts_r, transposed=True)
+        factor = factor_r[rank - group.start]
         is_diagonal = factor.shape[-1] == 1
         d_factor = (d_after * previous).sum(-1, keepdim=True) if is_diagonal else d_after @ previous.mT
         if not ctx.needs_input_grad[2]:
@@ -176,16 +173,43 @@ def _starts(local: LocalDocuments, shard: SequenceShard) -> tuple[bool, ...]:
     return tuple(any(start <= x < end for x in offsets[:-1]) for start, end in pairwise(ends))
 
 
+def _position(shard: SequenceShard) -> tuple[range, int, int]:
+    """The group of this rank, and the numbers of groups before and after it."""
+    groups = shard.groups
+    earlier = sum(group.stop <= shard.split.rank for group in groups)
+    return groups[earlier], earlier, len(groups) - 1 - earlier
+
+
+def _any_starts(starts_R: Sequence[bool], shard: SequenceShard) -> tuple[bool, ...]:
+    """Whether a document of X begins on a rank of each group."""
+    return tuple(any(starts_R[group.start : group.stop]) for group in shard.groups)
+
+
+def _scan(
+    state: Tensor,
+    added_r: Sequence[Tensor] | Tensor,
+    factor_r: Tensor,
+    starts_r: Sequence[bool],
+    *,
+    transposed: bool = False,
+) -> Tensor:
+    """The state after as many maps as `added_r` has; one that starts does not depend on the state."""
+    for added, factor, starts in zip(added_r, factor_r, starts_r, strict=False):
+        state = added if starts else added + _product(factor, state, transposed=transposed)
+    return state
+
+
+def _composed(added_r: Tensor, factor_r: Tensor, starts_r: Sequence[bool]) -> Tensor:
+    """One map for consecutive ones, C and A side by side: C is the state that they lead to from 0."""
+    V, F = added_r.shape[-1], factor_r.shape[-1]
+    identity = torch.eye(F, dtype=factor_r.dtype, device=factor_r.device).expand_as(factor_r[0])
+    return _scan(pad(identity, (V, 0)), pad(added_r, (0, F)), factor_r, starts_r)
+
+
 def _product(factor: Tensor, state: Tensor, *, transposed: bool = False) -> Tensor:
     if factor.shape[-1] == 1:
         return factor * state
     return (factor.mT if transposed else factor) @ state
-
-
-def _gathered(x: Tensor, shard: SequenceShard) -> Tensor:
-    """x of all ranks, [R, …]."""
-    rows = shard.exchange_rows(x.flatten(), lambda row_RC, _: row_RC.flatten().expand(len(row_RC), -1))
-    return rows.unflatten(0, (-1, *x.shape))
 
 
 def _summed(x: Tensor, shard: SequenceShard) -> Tensor:

@@ -228,6 +228,27 @@ def _packed(offsets: tuple[int, ...], B: int, split: SequenceSplit) -> LocalDocu
     )
 
 
+@dataclass(frozen=True)
+class Dealt:
+    """The heads and tokens that each rank computes with, of a tensor [B, H, T, D] whose tokens are split over ranks."""
+
+    heads: tuple[slice, ...]
+    """By rank."""
+    tokens: tuple[tuple[slice, ...], ...]
+    """By rank, in rising order."""
+
+    def held(self, lengths: tuple[int, ...], rank: int, holder: int) -> list[slice]:
+        """Of the tokens that `rank` computes with, those of another rank, in its shard."""
+        start, end = sum(lengths[:holder]), sum(lengths[: holder + 1])
+        common = [(max(one.start, start), min(one.stop, end)) for one in self.tokens[rank]]
+        return [slice(first - start, last - start) for first, last in common if first < last]
+
+    def shape(self, lengths: tuple[int, ...], rank: int, holder: int) -> tuple[int, int]:
+        """The number of heads that `rank` computes with, and that of the tokens of them that another rank holds."""
+        heads = self.heads[rank]
+        return heads.stop - heads.start, sum(one.stop - one.start for one in self.held(lengths, rank, holder))
+
+
 class SequenceShard(Protocol):
     """Communication with the ranks that hold the other tokens of the same sequences."""
 
@@ -235,8 +256,8 @@ class SequenceShard(Protocol):
     def split(self) -> SequenceSplit: ...
 
     @property
-    def gathers(self) -> bool:
-        """Whether `exchange_rows` gathers the rows of all ranks; they are few enough then."""
+    def groups(self) -> tuple[range, ...]:
+        """All ranks, in groups of neighbours: one group, or about √R of many ranks."""
         ...
 
     def exchange_rows(self, row: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
@@ -253,22 +274,25 @@ class SequenceShard(Protocol):
         """
         ...
 
-    def pass_on(self, like: Tensor, function: Callable[[Tensor, slice], Tensor], *, reverse: bool = False) -> Tensor:
-        """The values that the rank before this one passes on; with `reverse` the one after it. Not differentiable.
+    def gather_group(self, x: Tensor) -> Tensor:
+        """x, of one shape on all ranks, of each rank of this rank's group, [ranks, …]. Not differentiable."""
+        ...
 
-        Columns go through the ranks in slices: a rank works on one while the next rank works on the one before it.
-
-        Args:
-            like: has the shape […, C] and the dtype of what is passed on, the same on all ranks.
-            function: called with received columns […, c], 0 on the first rank, and the slice of C that these are.
-                Returns what this rank passes on in these columns.
-
-        Returns:
-            All that was received, […, C].
-        """
+    def gather_groups(self, x: Tensor) -> Tensor:
+        """x, equal on all ranks of a group, of each group, [groups, …]. Not differentiable."""
         ...
 
     def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None, *, keep: bool = True) -> Tensor:
         """x of every rank in rank order, differentiable. `lengths` are its tokens on each rank; None: whole shards.
         Activation checkpointing keeps the result, or (not `keep`) gathers again."""
+        ...
+
+    def deal(self, parts: Sequence[Dealt], *xs_BHTD: Tensor) -> tuple[Tensor, ...]:
+        """What this rank computes with of each x, [B, h, t, D], from all ranks; differentiable. The gradients of heads
+        and tokens that several ranks compute with are summed."""
+        ...
+
+    def collect(self, part: Dealt, y_BhtD: Tensor, heads: int) -> Tensor:
+        """The reverse: [B, H, T, D] of this rank's tokens, `heads` heads, from what all ranks computed; differentiable.
+        Each head of a token is on one rank."""
         ...

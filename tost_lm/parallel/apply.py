@@ -23,7 +23,7 @@ def parallelize(model: Model, mesh: Mesh, allocate: Callable[[nn.Module], object
 
     1. Tensor: heads, MLP and vocabulary are split over ranks; gradients of replicated parameters are summed.
     2. Sequence: the model is unchanged; each call gets the sequence shard (`shard_of`).
-    3. Data: DeepSpeed wraps the result (`zero.build_engine`) over data × sequence ranks.
+    3. Data: an engine wraps the result (`tost_lm.parallel.engine`) over data × sequence ranks.
 
     Raises:
         ConfigError: heads or vocabulary are not divisible by the tensor ranks.
@@ -64,7 +64,7 @@ class ShardedInference(nn.Module):
     """
 
     def __init__(self, model: nn.Module, config: ModelConfig, mesh: Mesh):
-        """`model` is a parallelized `TostLM`, or `as_module` of an engine: at ZeRO stage 3 it gathers the weights."""
+        """`model` is a parallelized `TostLM`, or `as_module` of an engine, which gathers the weights."""
         super().__init__()
         self.model, self.config, self.mesh, self.name = model, config, mesh, "the model"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tost_lm.errors import CorruptionError
 from tost_lm.parallel.agreement import all_gather_object, error_of_all_ranks, name_ranks
-from tost_lm.parallel.zero import Engine
+from tost_lm.parallel.engine import Engine
 
 FIX = "test that machine's memory, and run the same command to resume from the newest checkpoint"
 MAX_NAMED = 3  # tensors in a message

@@ -37,9 +37,10 @@ from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.torch_internals import FUNCTIONAL_COLLECTIVES
 
 OF_LIBRARIES = (
-    r".*torch\.distributed\.\w+` is deprecated", ".*Apex are not installed", ".*CUDA_DEVICE_MAX_CONNECTIONS"
+    r".*torch\.distributed\.\w+` is deprecated", ".*Apex are not installed", ".*CUDA_DEVICE_MAX_CONNECTIONS",
+    "FSDP2-wrapped module .* returned a view tensor",  # which nothing changes in place
 )  # fmt: skip
-"""Warnings of megatron-core and DeepSpeed that need no action."""
+"""Warnings of megatron-core, DeepSpeed and `fully_shard` that need no action."""
 
 
 class World(NamedTuple):

@@ -1,6 +1,6 @@
 """The weights that a tensor rank holds, without the rest of the model: its slices, their memory and their values."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -69,11 +69,26 @@ def allocate(model: nn.Module, device: torch.device, dtype: torch.dtype, *, shar
         allocated = nn.Parameter(data)
         marks = {key: mark for key, mark in vars(parameter).items() if not hasattr(allocated, key)}
         vars(allocated).update(marks)  # of tensor ranks
-        module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, allocated)
+        replace_parameter(model, name, allocated)
 
 
-def draw_on_rank(model: nn.Module, config: ModelConfig, axis: Axis) -> Iterator[tuple[str, Tensor]]:
+def replace_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, parameter)
+
+
+def require_whole(parameters: Iterable[nn.Parameter]) -> None:
+    """Raises RuntimeError if `fully_shard` has sharded one, whose gradients a function around the model would lose."""
+    if any(hasattr(parameter, "full_tensor") for parameter in parameters):
+        raise RuntimeError(
+            "the model is sharded, and autograd would lose the gradients of its tiles: give tiled_loss the model "
+            "without fully_shard, or run one tile at a time"
+        )
+
+
+def draw_on_rank(
+    parameters: Mapping[str, nn.Parameter], config: ModelConfig, axis: Axis
+) -> Iterator[tuple[str, Tensor]]:
     """(name, value) of each parameter's slice on this tensor rank, float32 on the CPU, as `TostLM(config)` draws it.
 
     The seed comes from torch's CPU generator, which all ranks seed alike.
@@ -82,7 +97,7 @@ def draw_on_rank(model: nn.Module, config: ModelConfig, axis: Axis) -> Iterator[
     with torch.device("meta"):
         whole = TostLM(config)
     values = initial_values(whole, config.layers, config.init_std)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         value, shape, held = values[name], whole.get_parameter(name).shape, slice_of(parameter)
         if isinstance(value, Normal) and held is not None:
             yield name, draw(value, seed, name, shape, held.dim, held.ranges(shape[held.dim], axis))

@@ -35,6 +35,8 @@ class LayoutConfig(Section):
 class ParallelConfig(LayoutConfig):
     """World size = tensor × sequence × data. Tensor ranks are adjacent; keep them on one node."""
 
+    engine: Literal["deepspeed", "fsdp"] = "deepspeed"
+    """What divides the model over data × sequence ranks: DeepSpeed, or `fsdp`, which is torch's `fully_shard`. Checkpoints of either resume under the other."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """ZeRO stage over data × sequence ranks: 1 partitions the optimizer state, 2 also gradients, 3 also weights, 0 nothing (float32 only). With one such rank in float32, there is nothing to partition: stage 0 runs."""
     offload: Literal["none", "optimizer", "all"] = "none"

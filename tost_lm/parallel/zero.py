@@ -19,7 +19,7 @@ import io
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,9 @@ from torch.nn.functional import pad
 from tost_lm.model.block import LMOutput
 from tost_lm.model.lm import TostLM
 from tost_lm.optim.interface import statistics_of
+from tost_lm.parallel.engine import Engine, Moments, on_host, whole_tensor
 from tost_lm.parallel.mesh import Mesh, deepspeed_mpu
-from tost_lm.parallel.rank_weights import allocate, draw_on_rank, slice_of
+from tost_lm.parallel.rank_weights import allocate
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.parallel.zero_step import (
     ShortStep,
@@ -42,79 +43,61 @@ from tost_lm.parallel.zero_step import (
 )
 from tost_lm.sizes import bucket_elements
 
-Moments = Iterator[tuple[str, str, Tensor]]
 
-
-class Engine:
-    """A model that is divided over ranks, and its optimizer, in DeepSpeed. All ranks call its methods together.
-
-    The average of gradients is over micro-batches and over data × sequence ranks. So a rank's loss must be the sum over
-    its labelled tokens · micro-batches · ranks / labelled tokens of the global batch. In bfloat16, gradients are summed
-    and sent as float32.
-    """
+class DeepSpeedEngine(Engine):
+    drives_tiles = False  # stages 1 and 2 would lose gradients without an error
 
     def __init__(self, engine: Any, mesh: Mesh) -> None:
         """`engine` is DeepSpeed's."""
         self._engine, self.mesh = engine, mesh
         self.module: TostLM = engine.module
+        self.parameters = dict(self.module.named_parameters())
         self._update = SkippableStep(engine)
 
     @property
     def has_replicas(self) -> bool:
-        """Whether ranks have equal copies of all weights and of the optimizer's state."""
         return self._engine.zero_optimization_stage() == 0 and self.mesh.replicas.size > 1
 
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
-        """Call the model, whose weights are gathered at ZeRO stage 3."""
         return self._engine(*arguments, **options)
 
-    @property
-    def as_module(self) -> nn.Module:
-        """The model; its calls gather weights as those of the engine."""
-        return self._engine
-
     def set_training(self, training: bool) -> None:
-        """Whether the next calls train."""
         self._engine.train(training)
 
-    def backward(self, loss: Tensor) -> None:
-        """The backward of a micro-batch, after the call that computed its loss."""
+    def backward(
+        self,
+        loss: Tensor,
+        states: Sequence[Tensor] = (),
+        d_states: Sequence[Tensor] = (),
+        *,
+        ends_micro_batch: bool = True,
+        ends_step: bool = True,
+    ) -> None:
+        assert ends_micro_batch
+        assert not states
         self._engine.backward(loss)
-
-    def end_micro_batch(self) -> None:
-        """End each micro-batch of a step but the last."""
-        self._engine.step()
+        if not ends_step:
+            self._engine.step()
 
     def update(self, lr: float, is_allowed: Callable[[float], bool]) -> float:
-        """After the last micro-batch: update the weights with a learning rate, unless it is not allowed.
-
-        Returns:
-            As `SkippableStep`.
-        """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         return self._update(is_allowed)
 
     def full_weights(self, into: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole float32 tensor on the CPU) of every parameter, one at a time. All ranks must exhaust it.
-
-        With `into`, host tensors by name, it copies into these and yields only them on this rank.
-        """
         from deepspeed.utils import safe_get_full_fp32_param
 
         for name, parameter in self.module.named_parameters():
             ours = parameter if updates_parameters(self._engine) else safe_get_full_fp32_param(parameter)
-            whole = _whole(ours, parameter, self.mesh)
+            assert ours is not None
+            whole = whole_tensor(ours, parameter, self.mesh)
             if into is None or name in into:
-                yield name, _on_host(whole, into[name] if into else None)
+                yield name, on_host(whole, into[name] if into else None)
 
     def statistics(self) -> dict[str, tuple[str, ...]]:
-        """Names of what the optimizer keeps of each parameter."""
         return {name: statistics_of(torch_optimizer(self._engine), p) for name, p in self.module.named_parameters()}
 
     def full_moments(self, into: dict[str, Tensor] | None = None) -> Moments:
-        """(parameter, statistic, whole tensor on the CPU) of the optimizer state, one at a time; none before the first
-        update. All ranks must exhaust it; `into` as in `full_weights`, named statistic/parameter."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self._link_state()
@@ -124,13 +107,12 @@ class Engine:
                     ours = torch_optimizer(self._engine).state[parameter][key]
                 else:
                     ours = safe_get_full_optimizer_state(parameter, key)
-                whole = _whole(ours, parameter, self.mesh)
+                assert ours is not None
+                whole = whole_tensor(ours, parameter, self.mesh)
                 if into is None or f"{key}/{name}" in into:
-                    yield name, key, _on_host(whole, into[f"{key}/{name}"] if into else None)
+                    yield name, key, on_host(whole, into[f"{key}/{name}"] if into else None)
 
     def own_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of this rank's optimizer memory, not copied: weights (stages 1 to 3: partitions of the master
-        copy) and, after a step or `restore`, their statistics."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
         state = torch_optimizer(self._engine).state
         for index, partition in enumerate(self._partitions()):
@@ -141,7 +123,6 @@ class Engine:
                     yield f"{key} of {name}", value
 
     def create_state(self, step: int) -> None:
-        """The optimizer state of a new engine after `step` updates, with statistics of zeros."""
         inner = torch_optimizer(self._engine)
         for partition in self._partitions():
             # torch creates the state in its first step.
@@ -151,12 +132,6 @@ class Engine:
         self._link_state()
 
     def set_state(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Set weights and optimizer state, one tensor at a time, under any parallel layout.
-
-        Args:
-            tensors: by parameter name the weight, or by statistic/name the optimizer's, after `create_state`: float32,
-                the slice of this tensor rank.
-        """
         for label, local in tensors:
             statistic, _, name = label.rpartition("/")
             parameter, local = self.module.get_parameter(name), local.to(self.mesh.device)
@@ -166,10 +141,6 @@ class Engine:
                 torch_optimizer(self._engine).state[parameter][statistic].copy_(local)
             else:
                 _set(parameter, local, statistic)
-
-    def draw_weights(self) -> None:
-        """Draw the weights of a new engine, as `TostLM` does."""
-        self.set_state(draw_on_rank(self.module, self.module.config, self.mesh.tensor))
 
     @torch.no_grad()
     def _set_weight(self, parameter: nn.Parameter, local: Tensor) -> None:
@@ -217,7 +188,7 @@ def build_engine(
     accumulation: int,
     grad_clip: float,
     bfloat16: bool,
-) -> Engine:
+) -> DeepSpeedEngine:
     """An engine around a model after `parallelize` that is on its device, with values or without (`allocate`)."""
     deepspeed = _import_deepspeed(mesh.device.type)
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -253,7 +224,7 @@ def build_engine(
     # gradients in this call.
     short = updates_parameters(engine) or isinstance(engine.optimizer, BF16_Optimizer)
     engine.enable_backward_allreduce = mesh.replicas.size > 1 or not short
-    return Engine(engine, mesh)
+    return DeepSpeedEngine(engine, mesh)
 
 
 def _set(parameter: nn.Parameter, value: Tensor, statistic: str | None) -> None:
@@ -286,17 +257,6 @@ def _offload(parallel: ParallelConfig) -> dict[str, Any]:
         "optimizer": {"offload_optimizer": host},
         "all": {"offload_optimizer": host, "offload_param": host},
     }[parallel.offload]
-
-
-def _whole(ours: Tensor | None, parameter: nn.Parameter, mesh: Mesh) -> Tensor:
-    """Gathered over tensor ranks; may alias the memory that is trained on."""
-    assert ours is not None
-    tensor_slice = slice_of(parameter)
-    return ours.detach() if tensor_slice is None else tensor_slice.gather(ours.detach().to(mesh.device), mesh.tensor)
-
-
-def _on_host(whole: Tensor, target: Tensor | None) -> Tensor:
-    return whole.to("cpu", copy=True) if target is None else target.copy_(whole)
 
 
 @contextlib.contextmanager

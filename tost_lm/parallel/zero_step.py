@@ -20,15 +20,15 @@ Replaced:
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, _foreach_add_, _foreach_copy_, nn  # pyright: ignore[reportPrivateImportUsage]
 
+from tost_lm.parallel.engine import counted_once, sum_of_squares
 from tost_lm.parallel.mesh import Mesh, all_reduce
-from tost_lm.parallel.rank_weights import slice_of
 from tost_lm.sizes import CAST_ELEMENTS
 
 
@@ -72,7 +72,7 @@ class SkippableStep:
 def clip_and_record_norm(engine: Any, mesh: Mesh) -> None:
     """For stage 0 in float32, where DeepSpeed clips by a norm that float32 adds up, and does not record it."""
     parameters = [p for p in engine.module.parameters() if p.grad is not None]
-    squares = _sum_of_squares(_counted_once(((p, p.grad) for p in parameters), mesh))
+    squares = sum_of_squares(counted_once(((p, p.grad) for p in parameters), mesh))
     # Gradients of data and sequence ranks are equal. Their mean is also equal if their processors differ.
     replicas = mesh.replicas
     norm = (all_reduce(all_reduce(squares, mesh.tensor), replicas) / replicas.size).sqrt()
@@ -124,8 +124,8 @@ class ShortStep:
 
     def _norm(self) -> float:
         if self._mesh.tensor.size == 1:
-            return float(_sum_of_squares(self._optimizer.fp32_groups_gradients_flat).sqrt())
-        squares = _sum_of_squares(_counted_once(chain.from_iterable(self._groups), self._mesh))
+            return float(sum_of_squares(self._optimizer.fp32_groups_gradients_flat).sqrt())
+        squares = sum_of_squares(counted_once(chain.from_iterable(self._groups), self._mesh))
         return float(all_reduce(squares, self._mesh.tensor).sqrt())
 
 
@@ -158,15 +158,3 @@ def _add(sums: list[Tensor], gradients: list[Tensor]) -> None:
     cast = sums[0].new_empty(sum(lengths)).split(lengths)
     _foreach_copy_(list(cast), gradients)
     _foreach_add_(sums, list(cast))
-
-
-def _counted_once(pairs: Iterable[tuple[nn.Parameter, Tensor]], mesh: Mesh) -> list[Tensor]:
-    """The gradients of this tensor rank; those of parameters that all of them have, on the first one."""
-    return [gradient for parameter, gradient in pairs if mesh.tensor.rank == 0 or slice_of(parameter) is not None]
-
-
-def _sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
-    """In float64: a CPU adds up float32 squares with relative errors of up to 1e-4. torch casts them first."""
-    portions = chain.from_iterable(gradient.flatten().split(CAST_ELEMENTS) for gradient in gradients)
-    norms = [torch.linalg.vector_norm(portion, dtype=torch.float64) for portion in portions]
-    return torch.stack(norms).square().sum()

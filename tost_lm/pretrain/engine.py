@@ -1,8 +1,9 @@
-"""The model with its optimizer in DeepSpeed, the writer of its checkpoints, and the kernels of this process."""
+"""The model with its optimizer in an engine, the writer of its checkpoints, and the kernels of this process."""
 
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from tost_lm.model.config import ModelConfig
 from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.parallel.apply import checkpoint_context, parallelize
+from tost_lm.parallel.engine import Engine
 from tost_lm.parallel.mesh import Mesh
-from tost_lm.parallel.zero import Engine, allocate_for_engine, build_engine
+from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.stage_run import StageRun
 from tost_lm.pretrain.tiled import TiledLM
@@ -58,12 +60,17 @@ def use_deterministic_kernels(model: ModelConfig, device: torch.device) -> None:
     if device.type == "cpu":
         return
     for letter in dict.fromkeys(model.letters):
-        if obstacle := SPECS[letter].obstacle_to_determinism():
+        if obstacle := SPECS[letter].obstacle_to_determinism:
             raise ConfigError(f"train.deterministic: {obstacle}; set it to false, or change model.pattern")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read before the first matrix product
     torch.use_deterministic_algorithms(True)
     # Nothing here reads memory that was not written.
     deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def engines_of(parallel: ParallelConfig) -> Any:
+    """The module of `parallel.engine`, with `allocate_for_engine` and `build_engine`; importing it takes long."""
+    return import_module({"deepspeed": "tost_lm.parallel.zero", "fsdp": "tost_lm.parallel.fsdp"}[parallel.engine])
 
 
 def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Engine:
@@ -72,7 +79,8 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Engine:
     bfloat16 = config.train.dtype == "bfloat16"
     with torch.device("meta"):
         model = TiledLM(config.model)
-    parallelize(model, mesh, partial(allocate_for_engine, mesh=mesh, parallel=config.parallel, bfloat16=bfloat16))
+    engines, parallel = engines_of(config.parallel), config.parallel
+    parallelize(model, mesh, partial(engines.allocate_for_engine, mesh=mesh, parallel=parallel, bfloat16=bfloat16))
     model.z_loss = config.train.z_loss
     apply_activation_checkpointing(
         model,
@@ -82,11 +90,11 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Engine:
     )
     if config.train.compile:
         compile_blocks(model)
-    return build_engine(
+    return engines.build_engine(
         model,
         optimizer_of(config.optim).build(model, config.optim),
         mesh,
-        config.parallel,
+        parallel,
         micro_batch_size=config.train.micro_batch_size,
         accumulation=config.accumulation(mesh.tensor.size * mesh.replicas.size),
         grad_clip=config.optim.grad_clip,

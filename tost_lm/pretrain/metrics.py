@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from datetime import datetime, timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,7 +24,7 @@ from tost_lm.data.stages import phases, tokens_of
 from tost_lm.errors import TrainingError
 from tost_lm.files import regular_file, write_atomically, write_rows
 from tost_lm.markdown import with_error
-from tost_lm.model.flops import flops_per_token, peak_flops
+from tost_lm.model.flops import peak_flops
 from tost_lm.pretrain.loggers import GuardedLogger, LoggedLaunch, Row, logger_of
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.redaction import redact_command, redact_tree
@@ -32,13 +32,15 @@ from tost_lm.version import VERSION, git_commit
 
 PACKAGES = ["torch", "deepspeed", "megatron-core", "sentencepiece", "numpy", "wandb"]
 """Whose versions are recorded."""
+TIME = "%Y-%m-%dT%H:%M:%S%z"
+"""Of a launch or an event."""
 
 
 def write_run_folder(config: PretrainConfig, world_size: int, device: str) -> None:
     """Record the settings and the environment of this launch."""
     write_atomically(config.run_folder / SETTINGS, to_toml(config))
     environment = {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "started": time.strftime(TIME),
         "tost_lm": VERSION,
         "commit": git_commit(),
         "python": platform.python_version(),
@@ -74,7 +76,6 @@ class Metrics:
             ConfigError: a row of an earlier launch is damaged, or a logger refuses its settings.
         """
         self._config, self._world_size, self._device, self._stages = config, world_size, device, progress.stages
-        self._flops_per_token = flops_per_token(config.model, config.train.seq_len).total
         cuda = device.type == "cuda"
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device), config.train.dtype) if cuda else None
 
@@ -95,10 +96,13 @@ class Metrics:
         ]
         self.wandb_run_id = next((one.run_id for one in self._loggers if one.run_id), self.wandb_run_id)
 
-        seconds = kept["metrics"][-1]["seconds"] if kept["metrics"] else 0.0
+        last = kept["metrics"][-1] if kept["metrics"] else {"seconds": 0.0}
         self._last_step, self._last_time = first_step, time.perf_counter()
-        self._started = self._last_time - seconds
+        self._started = self._last_time - last["seconds"]
         self._paused_in_window = self._paused = self._trained = 0.0
+        self._trained_before = last.get("step_seconds", last["seconds"])
+        first = kept["events"][0]["time"] if kept["events"] else time.strftime(TIME)
+        self._first_launch = datetime.strptime(first, TIME).timestamp()
         kind = "branched" if branch else "resumed" if first_step else "started"
         self.event(first_step, kind, ranks=world_size, **(branch or {}))
 
@@ -110,27 +114,34 @@ class Metrics:
                 print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=self._log)
             self._log.flush()
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
+    def step(self, step: int, values: Mapping[str, float], flops: float) -> None:
         """Record the state after `step` steps: `loss`, `lr`, `grad_norm` and other numbers by name, and rates, which
-        cover the steps since the last record, without pauses."""
+        cover the steps since the last record, without pauses.
+
+        Args:
+            flops: of these steps on all devices.
+        """
         now, batch_tokens = time.perf_counter(), self._config.batch_tokens
         trained = now - self._last_time - self._paused_in_window
         tokens_per_second = (step - self._last_step) * batch_tokens / trained
         each = tokens_per_second / self._world_size
-        flops = each * self._flops_per_token
+        rate = flops / trained / self._world_size
+        self._paused, self._trained = self._paused + self._paused_in_window, self._trained + trained
+        in_steps = self._trained_before + self._trained
         row = {
             "step": step,
             **values,
             "tokens": tokens_of(self._stages, step),
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_device": each,
-            "mfu": flops / self._peak_flops if self._peak_flops else None,
-            "tflops_device": flops / 1e12,
+            "mfu": rate / self._peak_flops if self._peak_flops else None,
+            "tflops_device": rate / 1e12,
             "memory_peak_bytes": _memory_peak(self._device),
             "seconds": now - self._started,
+            "step_seconds": in_steps,
+            "goodput": in_steps / max(time.time() - self._first_launch, in_steps),
         }
         self._send(_append(self._rows, row))
-        self._paused, self._trained = self._paused + self._paused_in_window, self._trained + trained
         pauses = 1 + self._paused / self._trained
         eta = timedelta(seconds=round((self._config.train.steps - step) * batch_tokens / tokens_per_second * pauses))
         forms = {"loss": ".4f", "lr": ".1e", "grad_norm": ".3f"}
@@ -170,7 +181,7 @@ class Metrics:
 
     def event(self, step: int, kind: str, **fields: Any) -> None:
         """Record an event, such as a skipped step or a resume."""
-        _append(self._events, {"step": step, "event": kind, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **fields})
+        _append(self._events, {"step": step, "event": kind, "time": time.strftime(TIME), **fields})
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -118,11 +118,12 @@ class PretrainConfig(Section):
     def _obstacles_of_compiler(self) -> Iterator[str]:
         if not self.train.compile:
             return
-        if self.parallel.tensor > 1 or self.parallel.zero_stage == 3:
+        if self.parallel.tensor > 1 or self._gathers_by_module:
             found = f"tensor {self.parallel.tensor}" if self.parallel.tensor > 1 else "zero_stage 3"
+            engine = "" if self.parallel.tensor > 1 else ' or parallel.engine = "fsdp"'
             yield (
                 f"train.compile does not support parallel.{found}, whose communication is no part of a compiled graph: set "
-                f"train.compile = false or parallel.{found.split()[0]} = 1"
+                f"train.compile = false or parallel.{found.split()[0]} = 1{engine}"
             )
         if self.memory.tile_tokens and self.model.kept_tokens is None:
             yield (
@@ -130,8 +131,13 @@ class PretrainConfig(Section):
                 "attention without a window: set train.compile = false or model.softmax.window"
             )
 
+    @property
+    def _gathers_by_module(self) -> bool:
+        """Whether DeepSpeed gathers the weights of each module when it is called."""
+        return self.parallel.zero_stage == 3 and self.parallel.engine == "deepspeed"
+
     def _obstacles_of_tiles(self) -> Iterator[str]:
-        if self.parallel.zero_stage < 3:
+        if not self._gathers_by_module:
             return
         tile, ranks = self.memory.mlp_tile_tokens, self.parallel.sequence
         fewest, most = self.row_tokens // ranks, -(-self.row_tokens // ranks)
@@ -139,12 +145,12 @@ class PretrainConfig(Section):
             yield (
                 f"memory.mlp_tile_tokens {tile}: sequence ranks have {fewest} or {most} of {self.row_tokens} tokens, "
                 "which are different numbers of tiles, and parallel.zero_stage 3 gathers weights for each tile: set "
-                f"train.seq_len to a multiple of parallel.sequence {ranks}"
+                f'train.seq_len to a multiple of parallel.sequence {ranks}, or parallel.engine = "fsdp"'
             )
         if self.memory.tile_tokens:
             yield (
                 "memory.tile_tokens: parallel.zero_stage 3 would gather all weights again for each tile: set stage 0, 1 "
-                "or 2"
+                'or 2, or parallel.engine = "fsdp"'
             )
 
     @property

@@ -31,7 +31,7 @@ from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import CheckpointError, ConfigError, DamagedCheckpointError, TostError
 from tost_lm.files import sha256_file
 from tost_lm.parallel.agreement import error_of_all_ranks, require_agreement, settings_as_facts, versions_as_facts
-from tost_lm.parallel.zero import Engine
+from tost_lm.parallel.engine import Engine
 from tost_lm.pretrain.changes import (
     MAY_CHANGE,
     appended,

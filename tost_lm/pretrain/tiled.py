@@ -5,13 +5,15 @@ The past of a layer is its state; the states of softmax layers without a window 
 tiles (`tost_lm.mixers.state`). A first pass computes only the states between tiles. A second pass goes from the last
 tile to the first. It computes each tile again from the state before it and runs its backward with the gradient of the
 state after it. That backward gives the gradient of the state before it, for the previous tile. So every tile but the
-last is computed twice. The gradients of weights are summed over tiles in float32 or wider. Autograd sees one function
-of the weights, so gradients are reduced over ranks once.
+last is computed twice. The gradients of weights are summed over tiles in float32 or wider.
+
+An engine that drives tiles runs the backward of each (`forward_and_backward`). Otherwise autograd sees one function of
+the weights (`tiled_loss`), so gradients are reduced over ranks once.
 
 Shape suffixes: B rows, T tokens of a row, L the row's tokens on this rank: its sequence shards of all tiles in order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+from tost_lm.data.prefetch import MicroBatch
 from tost_lm.errors import ConfigError
 from tost_lm.mixers.state import as_leaves, gradients, leaves, mapped
 from tost_lm.model.block import LMOutput, LMState
@@ -28,7 +31,9 @@ from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.layout import SequenceShard, SequenceSplit
 from tost_lm.ops.precision import statistics_dtype
 from tost_lm.parallel.apply import shard_of
+from tost_lm.parallel.engine import Engine
 from tost_lm.parallel.mesh import Mesh
+from tost_lm.parallel.rank_weights import require_whole
 
 
 class Tile(NamedTuple):
@@ -103,6 +108,31 @@ def tiled_loss(
     count = (labels_BT != IGNORED_LABEL).sum()
     batches = list(tile_batches(tokens_BT, labels_BT, cu_seqlens, count, tiles))
     return _loss(model, batches, Tiling(tuple(tiles)))[0]
+
+
+def forward_and_backward(
+    engine: Engine, batch: MicroBatch, label_count: Tensor, tiling: Tiling, *, ends_step: bool
+) -> Mapping[str, Tensor]:
+    """Forward and backward of this rank's tokens of a micro-batch. Returns `LMOutput.scalars`."""
+    if engine.drives_tiles and len(tiling.tiles) > 1:
+        batches = list(tile_batches(*batch, label_count, tiling.tiles))
+
+        def backward(is_first_tile: bool, roots: Sequence[Tensor], d_roots: Sequence[Tensor]) -> None:
+            loss, *states = roots
+            engine.backward(loss, states, d_roots[1:], ends_micro_batch=is_first_tile, ends_step=ends_step)
+
+        _, *scalars = _sums(_losses_of_tiles(engine, batches, tiling.states_on_host, backward)).items()
+        return dict(scalars)
+    output = engine(
+        batch.tokens,
+        labels=batch.labels,
+        cu_seqlens=batch.cu_seqlens,
+        label_count=label_count,
+        tiling=tiling,
+    )
+    assert output.loss is not None
+    engine.backward(output.loss, ends_step=ends_step)
+    return output.scalars
 
 
 class TiledLM(TostLM):
@@ -194,6 +224,7 @@ def _nats(model: Call, batches: Sequence[TileBatch]) -> Tensor:
 def _loss(model: TostLM, batches: Sequence[TileBatch], tiling: Tiling) -> tuple[Tensor, dict[str, Tensor]]:
     """`loss` and `scalars` of `LMOutput`."""
     names, parameters = zip(*model.named_parameters(), strict=True)
+    require_whole(parameters)
     scalars: dict[str, Tensor] = {}
 
     def run(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
@@ -203,9 +234,9 @@ def _loss(model: TostLM, batches: Sequence[TileBatch], tiling: Tiling) -> tuple[
         for name, leaf in detached.items():
             leaf.register_post_accumulate_grad_hook(partial(_accumulate, sums, name))
         call = lambda *arguments, **options: functional_call(model, detached, arguments, options)
-        of_tiles = _losses_of_tiles(call, batches, tiling.states_on_host)
-        loss, *others = torch.stack([torch.stack([*of_tile.values()]) for of_tile in of_tiles]).sum(0)
-        scalars.update(zip([*of_tiles[0]][1:], others, strict=True))
+        totals = _sums(_losses_of_tiles(call, batches, tiling.states_on_host, _backward_in_autograd))
+        loss = totals.pop(MINIMIZED)
+        scalars.update(totals)
         return loss, [sums.get(name) for name in names]
 
     return _Tiled.apply(run, *parameters), scalars  # pyright: ignore[reportReturnType]
@@ -228,7 +259,26 @@ class _Tiled(torch.autograd.Function):
         return None, *(None if d is None else d.mul_(d_loss) for d in gradients)
 
 
-def _losses_of_tiles(call: Call, batches: Sequence[TileBatch], states_on_host: bool) -> list[dict[str, Tensor]]:
+Backward = Callable[[bool, Sequence[Tensor], Sequence[Tensor]], None]
+"""Takes whether it is that of the first tile, the last backward; the loss and the tensors of the final state; and their
+gradients."""
+MINIMIZED = "minimized"
+
+
+def _backward_in_autograd(is_first_tile: bool, roots: Sequence[Tensor], d_roots: Sequence[Tensor]) -> None:
+    torch.autograd.backward(roots, d_roots)
+
+
+def _sums(losses: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Over tiles, by name."""
+    totals = torch.stack([torch.stack([*of_tile.values()]) for of_tile in losses]).sum(0)
+    return dict(zip(losses[0], totals, strict=True))
+
+
+@torch.no_grad()
+def _losses_of_tiles(
+    call: Call, batches: Sequence[TileBatch], states_on_host: bool, backward: Backward
+) -> list[dict[str, Tensor]]:
     """`_forward_and_backward` of all tiles, from the last to the first."""
     states = _states_before(call, batches, states_on_host)
     losses, d_after = [], None
@@ -236,7 +286,7 @@ def _losses_of_tiles(call: Call, batches: Sequence[TileBatch], states_on_host: b
         before, device = states.pop(), batch.tokens_BL.device
         if before is not None:
             before = before.map(partial(as_leaves, device=device))
-        losses.append(_forward_and_backward(call, batch, before, next_batch, d_after))
+        losses.append(_forward_and_backward(call, batch, before, next_batch, d_after, partial(backward, not states)))
         d_after = [d for layer in before.layers for d in gradients(layer)] if before else None
     return losses
 
@@ -256,6 +306,7 @@ def _forward_and_backward(
     before: LMState | None,
     next_batch: TileBatch | None,
     d_after: list[Tensor | None] | None,
+    backward: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
 ) -> dict[str, Tensor]:
     """The loss that is minimized, then the scalars; all detached. `d_after` is the gradient of the final state."""
     with torch.enable_grad():
@@ -268,8 +319,8 @@ def _forward_and_backward(
             if d is not None:  # None: keys and values outside the window of every later token of this rank
                 roots.append(x)
                 d_roots.append(d.to(x.device))  # that of an offloaded shared state is on the host
-    torch.autograd.backward(roots, d_roots)
-    return {"minimized": output.loss.detach(), **output.scalars}
+    backward(roots, d_roots)
+    return {MINIMIZED: output.loss.detach(), **output.scalars}
 
 
 def _accumulate(sums: dict[str, Tensor], name: str, leaf: Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, HEARTBEATS
 from tost_lm.checkpointing.run_lock import run_lock
 from tost_lm.data.prefetch import MicroBatch, prefetched
+from tost_lm.model.flops import document_flops
 from tost_lm.optim.settings import learning_rate
 from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.graceful_stop import GracefulStop, StopOfRanks, StopRequestedError
@@ -102,6 +103,7 @@ class Trainer:
         self.profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
         self.validation = build_validation(config, corpora, self.mesh, self.tiling)
         self.writer = build_writer(self.engine, start, check_folder, self.progress.step, uploads)
+        self.document_flops, self.flops = document_flops(config.model), 0.0  # flops: since the last row of metrics
         self.stop = StopOfRanks(graceful_stop, world.size, lambda: self.writer.seconds_to_stop)
         self.metrics = open_folder(start, self.progress, world, heartbeat, self.tiling)
         self.progress = replace(self.progress, wandb_run_id=self.metrics.wandb_run_id)
@@ -163,10 +165,13 @@ class Trainer:
         """Train on the batch of step number `step`, unless it is a spike."""
         config = self.config
         lr = learning_rate(step - 1 - self.stage.schedule_from, self.stage.schedule_steps, config.optim)
+        lengths = (length for batch in micro_batches for length in batch.document_lengths(config.train.seq_len))
+        flops = sum(map(self.document_flops, lengths))
         outcome = train_step(
             self.engine, micro_batches, self.tiling, lr,
-            self.guard.reason_to_skip, self.checksums.before_update, self.stop,
+            self.guard.reason_to_skip, self.checksums.before_update, self.stop, flops,
         )  # fmt: skip
+        self.flops += outcome.flops
         self.stop_reason = outcome.stop_reason
         if outcome.reason_to_skip:
             self.checksums.check()  # a flipped bit may be the cause
@@ -179,7 +184,8 @@ class Trainer:
             recent=self.guard.recent, skipped_in_a_row=self.guard.in_a_row,
         )  # fmt: skip
         if step % config.run.log_interval == 0 or step in (1, config.train.steps):
-            self.metrics.step(step, {**outcome.scalars, "lr": lr, "grad_norm": outcome.grad_norm})
+            self.metrics.step(step, {**outcome.scalars, "lr": lr, "grad_norm": outcome.grad_norm}, self.flops)
+            self.flops = 0.0
 
     @property
     def is_over(self) -> bool:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from tost_lm.data.loader import Corpora, TrainingBatches
 from tost_lm.data.prefetch import MicroBatch, micro_batches
+from tost_lm.errors import DataError
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.positions import position_ends
+from tost_lm.parallel.engine import Engine
 from tost_lm.parallel.mesh import Mesh, all_reduce
-from tost_lm.parallel.zero import Engine
 from tost_lm.pretrain.batches import build_batches
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.tiled import Tiling
@@ -55,6 +56,9 @@ class Validation:
         Args:
             beat: called after each micro-batch; may raise.
             log: reports progress every LOG_EVERY_S seconds, and once that there are fewer sequences than requested.
+
+        Raises:
+            DataError: no token counts.
         """
         if self._notice:
             log(self._notice)
@@ -85,6 +89,8 @@ class Validation:
         engine.set_training(True)
         totals = all_reduce(torch.stack([nats_CP, count_CP]), self._mesh.replicas).cpu().view(2, corpora, ranges)
         (nats_P, count_P), (nats_C, count_C) = totals.sum(1), totals.sum(2)
+        if not count_P.sum():
+            raise DataError("validation.sequences: no token of these sequences counts in the loss; raise it")
         names = map(str, self._batches.folders)
         by_corpus = {"loss_by_corpus": dict(zip(names, _means(nats_C, count_C), strict=True))} if corpora > 1 else {}
         return {

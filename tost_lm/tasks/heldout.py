@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from tost_lm.config import TAKES_URLS, Section
+from tost_lm.data.shard_format import counted_tokens
 from tost_lm.data.shards import Shards
 from tost_lm.errors import ConfigError
 from tost_lm.inference.ranks import Ranks
@@ -42,7 +43,13 @@ class Heldout(LikelihoodTask):
 
     def open(self, inputs: Inputs, family: Family) -> Measurement:
         settings, windows, shards = inputs.config.heldout, inputs.config.zero_shot, inputs.open_shards()
-        if shards.manifest["splits"]["valid"]["bytes"] is None:
+        valid = shards.manifest["splits"]["valid"]
+        if counted_tokens(valid) < valid["tokens"]:
+            raise ConfigError(
+                f"{NAME}: only some tokens of {shards.folder} count in the loss, and it scores all of a text; give "
+                "shards of text (heldout.shards=FOLDER), or read the loss of answers in training (validation.interval)"
+            )
+        if valid["bytes"] is None:
             raise ConfigError(
                 f"{NAME}: {shards.folder} links token files, so the bytes of its documents are unknown; give shards of "
                 "text (heldout.shards=FOLDER), or read the loss of held-out documents in training (validation.interval)"

@@ -19,7 +19,7 @@ from tost_lm.tasks.task import Inputs, Measure, Measurement, Row, Task
 
 if TYPE_CHECKING:
     from tost_lm.inference.generation import ModelFacts
-    from tost_lm.parallel.zero import Engine
+    from tost_lm.parallel.engine import Engine
 
 
 class AllCopies(Ranks):

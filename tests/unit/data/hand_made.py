@@ -25,10 +25,11 @@ def hand_made(
     shard_tokens: int = 10**9,
     tokenizer: str = "one",
     split: str = "train",
+    loss_mask: np.ndarray | None = None,
 ) -> Shards:
     """Documents of these lengths with the tokens `first`, `first` + 1, …
 
-    A small vocabulary repeats tokens and ends each document with the end-of-text id.
+    A small vocabulary repeats tokens and ends each document with the end-of-text id. `loss_mask`: of all tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokens = np.arange(first, first + sum(lengths), dtype=np.int32)
@@ -36,8 +37,10 @@ def hand_made(
         tokens = 1 + tokens % (vocab_size - 1)
         tokens[np.cumsum(lengths) - 1] = EOT
     writer = SplitWriter(folder, split, "int32", shard_tokens, FRESH)
+    mask = np.ones(len(tokens), np.uint8) if loss_mask is None else loss_mask
     for start, length in zip(np.cumsum(lengths) - lengths, lengths, strict=True):
-        writer.add(tokens[start : start + length], np.array([length]), np.array([4 * length]))
+        one = slice(start, start + length)
+        writer.add(tokens[one], np.array([length]), np.array([4 * length]), mask[one])
     return Shards(
         folder,
         {

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from shared_data import GPT2_BPE, SHARED, needs_shared
 
-from tost_lm.data.tokenizers import HfTokenizer
+from tost_lm.data.tokenizers import HfTokenizer, Tokenizer
+from tost_lm.data.tokenizers.fast import TiktokenTokenizer
 from tost_lm.data.tokenizers.gpt2 import SOURCES, gpt2_tokenizer
 from tost_lm.errors import DataError
 
@@ -29,7 +30,7 @@ def tokenizer() -> HfTokenizer:
     return gpt2_tokenizer(GPT2_BPE)
 
 
-def digest_of_ids(tokenizer: HfTokenizer, texts: Iterable[str]) -> str:
+def digest_of_ids(tokenizer: Tokenizer, texts: Iterable[str]) -> str:
     """SHA-256 of the ids of all texts, which must decode to them."""
     digest = hashlib.sha256()
     for text in texts:
@@ -58,14 +59,16 @@ def random_texts(count: int) -> list[str]:
 
 @needs_shared
 def test_random_texts_have_the_ids_of_openais_implementation_and_decode(tokenizer):
-    assert digest_of_ids(tokenizer, random_texts(1000)) == IDS_OF_RANDOM_TEXTS
+    for implementation in (tokenizer, TiktokenTokenizer(tokenizer)):
+        assert digest_of_ids(implementation, random_texts(1000)) == IDS_OF_RANDOM_TEXTS
 
 
 @needs_shared
 def test_a_book_has_the_ids_of_openais_implementation_and_decodes(tokenizer):
     with gzip.open(BOOK, "rt", encoding="utf-8") as file:
         texts = [json.loads(row)["text"] for row in islice(file, 2)]
-    assert digest_of_ids(tokenizer, texts) == IDS_OF_TWO_ROWS
+    for implementation in (tokenizer, TiktokenTokenizer(tokenizer)):
+        assert digest_of_ids(implementation, texts) == IDS_OF_TWO_ROWS
 
 
 @needs_shared

@@ -172,8 +172,11 @@ def test_files_that_are_not_tokenizers_are_refused(tmp_path: Path):
     path.write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"not a tokenizer\.json: not UTF-8; set it to a tokenizer\.json"):
         make_tokenizer(prep(path, eot_token=EOT))
-    for wrong, problem in ((tmp_path, "Is a directory"), (tmp_path / "no.json", "No such file or directory")):
-        with pytest.raises(DataError, match=f"{wrong}: cannot be read: {problem}; set it to a tokenizer.json"):
+    (tmp_path / "folder").mkdir()
+    missing = tmp_path / "no.json"
+    for wrong, named in ((missing, missing), (tmp_path / "folder", tmp_path / "folder/tokenizer.json")):
+        problem = f"{named}: cannot be read: No such file or directory; set it to a tokenizer.json"
+        with pytest.raises(DataError, match=problem):
             make_tokenizer(prep(wrong, eot_token=EOT))
 
 

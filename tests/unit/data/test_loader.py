@@ -157,7 +157,7 @@ class Counted(Concatenation):
     read_tokens = 0
 
     def read(self, start_S: np.ndarray, length_S: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
-        Counted.read_tokens += length_S.sum()
+        Counted.read_tokens += length_S.sum() if dtype is np.int32 else 0  # not those of the loss mask
         return super().read(start_S, length_S, dtype)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
-from builds import Built, corpus, prep_config, read, refusal
+from builds import TEXTS, Built, corpus, prep_config, read, refusal
 from hand_made import batches_of
 from pyarrow import parquet
 
@@ -100,6 +100,29 @@ def test_batches_are_those_of_local_files(local: Path, url: RemotePath, packing:
             for one, other in zip(found, wanted, strict=True):
                 assert torch.equal(one.tokens, other.tokens)
                 assert torch.equal(one.labels, other.labels)
+
+
+def test_loss_masks_are_those_of_local_files(
+    built: Built, memory: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for module in (shard_format, shards):
+        monkeypatch.setattr(module, "HASH_BLOCK_BYTES", BLOCK)
+    rows = [{"prompt": text, "completion": f"word {number}"} for number, text in enumerate(TEXTS)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    build_shards(prep_config(tmp_path / "rows.jsonl", tmp_path / "local"), built.tokenizer)
+    memory.put(f"{tmp_path / 'local'}/", "/bucket/shards/", recursive=True)
+    url = as_url("memory://bucket/shards")
+    at_url, at_home = (batches_of(Corpora.open({folder: 1.0}), "best-fit") for folder in (url, tmp_path / "local"))
+    for step in range(5):
+        for one, other in zip(at_url[step], at_home[step], strict=True):
+            assert np.array_equal(one, other)
+    assert not [*cache.rglob("*.loss_mask")]  # read by blocks, not copied
+    Shards.open(url).verify()
+    name = "train_00000.loss_mask"
+    damaged(memory, name, bytes(memory.size(f"/bucket/shards/{name}")))
+    shutil.rmtree(cache)
+    with pytest.raises(DataError, match=rf"^memory://bucket/shards/{name}: damaged between bytes 0 and "):
+        Shards.open(url).loss_masks("train")[0][:10]
 
 
 def test_blocks_are_fetched_on_their_first_use_only(local: Path, url: RemotePath, memory: Any, cache: Path):

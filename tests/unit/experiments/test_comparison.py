@@ -15,7 +15,6 @@ from experiments.comparison import recall, tables, text
 from experiments.comparison.text import Occurrence, Texts, measures, rare_words, words
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.flops import parameters
 from tost_lm.testing.conformance import EQUALITIES, check, layer_adapter
 
 SHAPE = {"layers": 1, "heads": 2, "width": 8, "vocab_size": 8, "positions": "none", "layer_scale": 1.0}
@@ -34,8 +33,6 @@ def test_the_plugins_conform(letter: str, own: dict[str, Any]):
     report = check(layer_adapter(letter, config, rank_shard), tokens=24)
     assert report.with_result("fails") == ([] if letter == "G" else [EQUALITIES[-1]])  # products carry a NaN
     assert report.with_result("not offered") == [EQUALITIES[7]]
-    model = TostLM(config)
-    assert parameters(config).total == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.usefixtures("tssa_parts")

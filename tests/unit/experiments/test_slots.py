@@ -1,4 +1,4 @@
-"""The plugin of slot memory conforms, equals its recurrence, and has the sizes that its spec states."""
+"""The plugin of slot memory conforms, equals its recurrence, and is counted for few tokens."""
 
 from types import ModuleType
 from typing import Any
@@ -8,8 +8,9 @@ import torch
 from toy_mixer import rank_shard
 
 from tost_lm.config import validate
-from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.flops import parameters
+from tost_lm.mixers import counted
+from tost_lm.mixers.spec import Load
+from tost_lm.model import ModelConfig
 from tost_lm.testing.conformance import EQUALITIES, check, layer_adapter
 
 WINDOW = EQUALITIES[7]
@@ -51,7 +52,12 @@ def test_chunks_are_the_recurrence(slots: ModuleType):
 
 
 @pytest.mark.usefixtures("slots")
-@pytest.mark.parametrize("settings", [{}, SMALL], ids=str)
-def test_parameters_are_those_of_the_layer(settings: dict[str, Any]):
-    model = config(**settings)
-    assert parameters(model).total == sum(p.numel() for p in TostLM(model).parameters())
+def test_a_loop_over_chunks_is_counted_for_few_tokens(monkeypatch: pytest.MonkeyPatch):
+    (spec, shape), tokens = config().mixers[0], 448
+    load = Load(shape, 4, True, tokens, tokens, tokens, 1, 1, True)
+    few = spec.costs(load), spec.flops(shape, tokens)
+    monkeypatch.setattr(counted, "LENGTHS", (tokens, tokens))
+    whole = spec.costs(load), spec.flops(shape, tokens)
+    assert few[0].launches == whole[0].launches > 1000
+    assert few[0].stored == pytest.approx(whole[0].stored)
+    assert few[1] == whole[1]

@@ -16,12 +16,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tost_lm
+from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.errors import CheckpointError, ConfigError, TostError
 from tost_lm.files import sha256_file
 from tost_lm.inference.hugging_face import find_evaluated
+from tost_lm.interop.load import ELSEWHERE, read_config
 
 transformers = pytest.importorskip("transformers")
 
+NO_FORM = {
+    "qwen3_5_moe": r"\(Qwen3\.5 with experts\); train it with ms-swift or Megatron-Bridge$",
+    "qwen3_5_moe_text": r"\(Qwen3\.5 with experts\); train it with ms-swift or Megatron-Bridge$",
+    "qwen3_moe": r"\(Qwen3 with experts\); train it with ms-swift or Megatron-Bridge$",
+    "qwen3_next": r"\(Qwen3-Next, which has experts\); train it with ms-swift or Megatron-Bridge$",
+    "mixtral": r"\(Mixtral, which has experts\); train it with ms-swift$",
+    "kimi_linear": r"\(Kimi Linear, which has experts and latent attention\); train it with flame, with fla$",
+}
 READERS: dict[str, Callable[[Path], Any]] = {
     "loaded": tost_lm.load,
     "evaluated": lambda folder: find_evaluated(folder).load("cpu"),
@@ -185,3 +195,30 @@ def test_a_rotary_embedding_without_a_base_is_refused(tmp_path: Path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": {"rope_theta": None}}))
     with pytest.raises(CheckpointError, match=r"unsupported rope_theta: None; give a model with one above 0$"):
         tost_lm.load(tmp_path)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", NO_FORM)
+def test_models_without_a_form_are_named_with_what_trains_them(tmp_path: Path, kind: str):
+    assert ELSEWHERE.keys() == NO_FORM.keys()
+    transformers.CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    for read in (tost_lm.load, read_config):
+        with pytest.raises(CheckpointError, match=f"config.json: unsupported model_type: '{kind}' {NO_FORM[kind]}"):
+            read(tmp_path)
+
+
+@pytest.mark.quick
+def test_adapters_are_refused_also_beside_a_model(tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    for _ in range(2):
+        for read in (tost_lm.load, read_config, find_checkpoint):
+            with pytest.raises(CheckpointError, match=r": adapters \(LoRA\) are not read; merge them into their model"):
+                read(tmp_path)
+        write_theirs(tmp_path)
+
+
+@pytest.mark.quick
+def test_a_folder_of_the_library_is_no_checkpoint_before_its_conversion(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match="is a folder of the Hugging Face library; convert it with tost convert"):
+        find_checkpoint(tmp_path)

@@ -5,17 +5,20 @@ Models are small, with drawn weights.
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hf_tokenizers import EOT, byte_level, made
 from public_layers import run_in_torch
+from public_models import write_with_images
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -23,9 +26,11 @@ import tost_lm
 from tost_lm.config import find_recipe, load_config, validate
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.inference.hugging_face import find_evaluated
+from tost_lm.interop import MODULES, load
 from tost_lm.interop.llama import LLAMA
 from tost_lm.interop.olmo_hybrid import OLMO_HYBRID
 from tost_lm.interop.public_form import PublicForm, read_their_tokenizer
+from tost_lm.interop.public_layers import ATTENTION
 from tost_lm.interop.qwen3 import QWEN3
 from tost_lm.interop.qwen3_5 import QWEN3_5
 from tost_lm.mixers.delta.layer import DeltaMixer
@@ -46,6 +51,11 @@ ODD = {
     "linear_num_value_heads": 4, "linear_key_head_dim": 5, "linear_value_head_dim": 7, "rms_norm_eps": 1e-4,
 }  # fmt: skip
 PARTIAL = {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 1], "mrope_interleaved": True}
+MISTRAL = PublicForm(
+    "Mistral", ("mistral",), "MistralConfig", "MistralForCausalLM",
+    blocks={"A": ATTENTION}, sizes={"softmax.head_size": "head_dim"},
+)  # fmt: skip
+"""A form that the package does not have: what a further one costs."""
 MODELS: dict[str, tuple[PublicForm, dict[str, Any]]] = {
     "SmolLM2": (LLAMA, {"num_attention_heads": 2, "num_hidden_layers": 3, "tie_word_embeddings": True}),
     "Llama 3": (LLAMA, {**GROUPED, "rope_parameters": SCALED, "head_dim": 24, "rms_norm_eps": 1e-3}),
@@ -53,6 +63,7 @@ MODELS: dict[str, tuple[PublicForm, dict[str, Any]]] = {
         **YARN, "factor": 2.5, "attention_factor": 0.1 * math.log(2.5) + 1, "beta_fast": 32.0, "truncate": True,
     }}),
     "Llama, linear": (LLAMA, {**GROUPED, "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e3}}),
+    "Mistral": (MISTRAL, {**GROUPED, "head_dim": 12, "sliding_window": None}),
     "Qwen3": (QWEN3, {**GROUPED, "head_dim": 12, "max_window_layers": 0}),
     "Qwen3, YaRN": (QWEN3, {**GROUPED, "head_dim": 12, "max_window_layers": 0, "rope_parameters": YARN}),
     "Qwen3.5": (QWEN3_5, {**ODD, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, **PARTIAL}}),
@@ -208,6 +219,24 @@ def test_a_folder_of_the_library_is_read(tmp_path: Path, kind: str):
     assert_equal_bits(MODELS[kind][0].read(tmp_path).weights, dict(build_ours(kind, theirs).state_dict()))
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_settings_are_read_without_weights(tmp_path: Path, kind: str):
+    build_theirs(kind).save_pretrained(tmp_path)
+    expected = MODELS[kind][0].read(tmp_path).config
+    (tmp_path / "model.safetensors").unlink()
+    assert MODELS[kind][0].format.read_config(tmp_path) == expected
+
+
+def test_a_further_form_is_a_module_and_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    theirs = build_theirs("Mistral")
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="model_type: 'mistral'; give a model with one of gpt2, llama, qwen3"):
+        tost_lm.load(tmp_path)
+    monkeypatch.setitem(sys.modules, "tost_lm.interop.mistral", SimpleNamespace(FORMAT=MISTRAL.format))
+    monkeypatch.setattr(load, "MODULES", (*MODULES, "mistral"))
+    assert_equal_bits(dict(tost_lm.load(tmp_path).state_dict()), dict(build_ours("Mistral", theirs).state_dict()))
+
+
 PUBLISHED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
 """Names of a delta layer's norms in the library and in vLLM, and those in the first published OLMo-Hybrid."""
 
@@ -228,20 +257,6 @@ def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
     assert found.keys() == expected.keys()
     for name, weight in found.items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=0, msg=name)
-
-
-def write_with_images(folder: Path, text: Any) -> None:
-    """Write a model of images and texts with this text part, a tokenizer and weights `mtp.*`."""
-    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": WIDTH}
-    config = transformers.Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision, eos_token_id=1)
-    whole = transformers.Qwen3_5ForConditionalGeneration(config)
-    whole.model.language_model.load_state_dict(text.model.state_dict())
-    whole.lm_head.load_state_dict(text.lm_head.state_dict())
-    whole.save_pretrained(folder)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token=EOT).save_pretrained(folder)
-    path = folder / "model.safetensors"
-    save_file(load_file(path) | {"mtp.fc.weight": torch.ones(2)}, path, metadata={"format": "pt"})
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_5"
 
 
 def test_the_text_part_of_a_model_of_images_is_read_and_written_into_a_copy(tmp_path: Path):

@@ -14,7 +14,7 @@ from tost_lm.files import sha256_bytes
 from tost_lm.mixers.plugins import run_plugin
 from tost_lm.mixers.registry import SPECS
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.flops import parameters
+from tost_lm.model.flops import flops_per_token, parameters
 
 pytestmark = pytest.mark.quick
 
@@ -68,7 +68,7 @@ def refused(path: Path) -> str:
         ("register(EmaSpec(), GatedEma)", "", "registers no mixer; call tost_lm.mixers.plugins.register in it"),
         ("import math", "import maths", "ModuleNotFoundError: No module named 'maths' (line 11); correct the file"),
         ("import math", "import sys; sys.exit(0)", "SystemExit: 0 (line 11); correct the file"),
-        ("    def launches(self)", "    def launched(self)", "TypeError: Can't instantiate abstract class EmaSpec"),
+        ("    def description(", "    def described(", "TypeError: Can't instantiate abstract class EmaSpec"),
         ("GatedEma(TokenMixer)", "GatedEma(nn.Module)", "GatedEma is no TokenMixer; derive it from"),
         ("letter, name, tag, settings =", "letter, name, _, settings =", "its spec has no tag; set it"),
     ],
@@ -77,6 +77,15 @@ def test_a_plugin_that_cannot_be_used_is_refused_in_one_line(old: str, new: str,
     assert EMA.count(old) == 1
     assert message in refused(write(EMA.replace(old, new)))
     assert "E" not in SPECS
+
+
+def test_a_layer_that_cannot_be_counted_is_named():
+    forward = "        projected_BTE = self.in_proj(x_BTC)"
+    run_plugin(write(EMA.replace(forward, f"        x_BTC.numpy()\n{forward}")))
+    line = EMA[: EMA.index(forward)].count("\n") + 1
+    said = rf"plugin mine.py: counted on tensors without values .* \(line {line}\); correct the file$"
+    with pytest.raises(ConfigError, match=said):
+        flops_per_token(config(), 8)
 
 
 def test_a_missing_file_and_a_letter_of_another_plugin_are_named():
@@ -132,7 +141,7 @@ def test_settings_of_a_plugin_are_strict(settings: dict, message: str):
     assert "\n" not in str(error.value)
 
 
-def test_a_layer_gets_its_settings_and_has_the_parameters_of_its_spec():
+def test_a_layer_gets_its_settings_and_its_parameters_are_counted():
     run_plugin(write())
     assert config().plugin_settings["E"] == {"sha256": sha256_bytes(EMA.encode()), "longest": 512.0}
     model = TostLM(config("ET", plugin_settings={"E": {"longest": 8.0}}, tssa={"denom_bias": "none"}))

@@ -14,11 +14,12 @@ from stage_records import recorded
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
-from tost_lm.model.flops import flops_per_token
 from tost_lm.pretrain.metrics import Metrics
 from tost_lm.pretrain.settings import PretrainConfig
 
 CPU = torch.device("cpu")
+FLOPS = 1e9
+"""Of the steps of a row."""
 FOLDER = Path("runs/r")
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
@@ -62,7 +63,7 @@ def evaluation_row(step: int) -> dict[str, Any]:
 
 def test_numbers_by_name_are_logged(capsys: pytest.CaptureFixture[str]):
     metrics = Metrics(config(), Progress(0, 0), 1, CPU)
-    metrics.step(5, {"loss": 2.0, "z_loss": 0.0123, "lr": 5e-4, "grad_norm": 0.25})
+    metrics.step(5, {"loss": 2.0, "z_loss": 0.0123, "lr": 5e-4, "grad_norm": 0.25}, FLOPS)
     metrics.close()
     [row] = rows("metrics")
     assert (row["loss"], row["z_loss"]) == (2.0, 0.0123)
@@ -71,8 +72,8 @@ def test_numbers_by_name_are_logged(capsys: pytest.CaptureFixture[str]):
 
 def test_a_row_holds_what_follows_from_its_step(capsys: pytest.CaptureFixture[str]):
     metrics = Metrics(config(), Progress(0, 0, stages=(recorded(config()),)), 2, CPU)
-    metrics.step(1, values(3.0, 1e-3, 0.5))
-    metrics.step(5, values(2.0, 5e-4, 0.25))
+    metrics.step(1, values(3.0, 1e-3, 0.5), FLOPS)
+    metrics.step(5, values(2.0, 5e-4, 0.25), FLOPS)
     metrics.close()
     _, row = rows("metrics")
     assert {name: row[name] for name in ("step", "loss", "lr", "grad_norm", "tokens", "mfu")} == {
@@ -80,8 +81,8 @@ def test_a_row_holds_what_follows_from_its_step(capsys: pytest.CaptureFixture[st
     }  # fmt: skip
     assert "z_loss" not in row
     assert row["tokens_per_second"] == 2 * row["tokens_per_second_device"]
-    flops = flops_per_token(config().model, 8).total
-    assert row["tflops_device"] == pytest.approx(row["tokens_per_second_device"] * flops / 1e12)
+    steps_per_second = row["tokens_per_second"] / config().batch_tokens
+    assert row["tflops_device"] == pytest.approx(FLOPS / 4 * steps_per_second / 2 / 1e12)
     assert row["memory_peak_bytes"] > 10_000_000
     assert row["seconds"] > rows("metrics")[0]["seconds"]
     line = capsys.readouterr().out.splitlines()[-1]
@@ -95,17 +96,34 @@ def test_pauses_are_time_of_the_run_but_not_of_its_tokens():
     for _ in range(2):
         with metrics.paused():
             time.sleep(0.2)
-    metrics.step(1, values(3.0, 1e-3, 0.5))
+    metrics.step(1, values(3.0, 1e-3, 0.5), FLOPS)
     metrics.close()
     (row,) = rows("metrics")
     assert row["seconds"] >= 0.4
     assert row["tokens"] / row["tokens_per_second"] < row["seconds"] - 0.39
 
 
+def test_goodput_is_the_part_of_the_time_since_the_first_launch_that_is_in_steps():
+    """Neither a pause, nor the time between two launches, nor steps that are trained again."""
+    for step, pause in ((0, 0.2), (1, 0.0)):
+        metrics = Metrics(config(), Progress(step, step), 1, CPU)
+        with metrics.paused():
+            time.sleep(pause)
+        for n in (step + 1, step + 2):
+            time.sleep(0.05)
+            metrics.step(n, values(3.0, 1e-3, 0.5), FLOPS)
+        metrics.close()
+        time.sleep(1.0)
+    first, second, third = rows("metrics")
+    assert 0.15 < third["step_seconds"] < first["step_seconds"] + 0.5
+    assert third["step_seconds"] - second["step_seconds"] == pytest.approx(0.05, abs=0.04)
+    assert third["goodput"] < 0.5
+
+
 def test_a_resumed_run_drops_every_row_after_its_checkpoint():
     metrics = Metrics(config(), Progress(0, 0), 1, CPU)
     for step in range(1, 10):
-        metrics.step(step, values(3.0, 1e-3, 0.5))
+        metrics.step(step, values(3.0, 1e-3, 0.5), FLOPS)
     for step in (4, 8):
         metrics.validation(validation_row(step))
         metrics.evaluation(evaluation_row(step))
@@ -117,7 +135,7 @@ def test_a_resumed_run_drops_every_row_after_its_checkpoint():
         file.write('{"step": 10, "lo')
 
     metrics = Metrics(config(), Progress(5, 5), 2, CPU)
-    metrics.step(6, values(2.0, 1e-3, 0.5))
+    metrics.step(6, values(2.0, 1e-3, 0.5), FLOPS)
     metrics.close()
     assert rows("metrics")[:5] == before[:5]
     assert [row["step"] for row in rows("metrics")] == [1, 2, 3, 4, 5, 6]
@@ -142,7 +160,7 @@ def test_a_branch_with_other_data_counts_the_samples_of_that_data():
 
 def test_what_is_not_finite_is_null_in_json():
     metrics = Metrics(config(), Progress(0, 0), 1, CPU)
-    metrics.step(1, values(float("inf"), 1e-3, float("nan")))
+    metrics.step(1, values(float("inf"), 1e-3, float("nan")), FLOPS)
     metrics.validation(validation_row(1) | {"loss": float("nan"), "loss_by_position": [float("nan")]})
     metrics.close()
     assert (rows("metrics")[0]["loss"], rows("metrics")[0]["grad_norm"]) == (None, None)

@@ -38,6 +38,13 @@ def test_what_cannot_be_is_refused_by_name(overrides: list[str], said: str):
         recipe(*overrides)
 
 
+def test_fully_shard_trains_at_stage_3_in_tiles_and_compiled():
+    words = ["memory.tile_tokens=16384", "model.softmax.window=4096", "train.compile=true"]
+    assert recipe("parallel.zero_stage=3", "parallel.engine=fsdp", *words).tile_tokens == 16384
+    with pytest.raises(ConfigError, match="fsdp"):
+        recipe("parallel.zero_stage=3", *words)
+
+
 def test_tiles_do_not_change_what_is_trained():
     whole, tiles = (recipe(*words).in_stages()[0] for words in ((), ("memory.tile_tokens=auto",)))
     assert whole.what_is_trained() == tiles.what_is_trained()

@@ -33,12 +33,15 @@ from tost_lm.data.sources.blocks import (
     parse,
     printable,
 )
+from tost_lm.data.sources.chats import CHAT_FILES, Chats
 from tost_lm.data.sources.files import CorpusFile, corpus_files, format_of, left_out_files, token_files
 from tost_lm.data.sources.tables import hub_blocks, hub_fingerprint, hub_rows
 from tost_lm.errors import ConfigError, DataError, first_line
 
 __all__ = [
+    "CHAT_FILES",
     "BadRow",
+    "Chats",
     "CorpusBlock",
     "Document",
     "Position",

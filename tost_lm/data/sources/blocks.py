@@ -5,13 +5,15 @@ Messages about a corpus are one line each that is safe for a terminal.
 
 import json
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tost_lm.data.settings import CorpusConfig
+from tost_lm.data.sources.chats import MESSAGES, PAIR, TOOLS, Chats, Parts, UnusableError, completed
 from tost_lm.errors import DataError, printable
 
 
@@ -39,6 +41,8 @@ def corpus_changed(corpus: CorpusConfig) -> DataError:
     return DataError(f"corpus.source {corpus.source}: changed while it was read; run the same command again")
 
 
+ROW = "row"
+"""Name of a column that has whole rows as JSON."""
 BLOCK_BYTES = 1 << 20
 ROW_LIMIT = 1 << 30
 """Bytes of the longest row. Several copies of a row are in memory at once."""
@@ -123,10 +127,16 @@ class CorpusFormat(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A text of a corpus and its row number."""
+    """A row of a corpus."""
 
     row: int
+    """Its number."""
     text: str
+    """All of its text."""
+    of_parts: tuple[Parts, ...] = ()
+    """The documents that a row with prompts and answers becomes; empty: one, of which every token counts."""
+    is_chat: bool = False
+    """Whether a chat template wrote the text: names of special tokens in it are these tokens."""
 
 
 class BadRow(NamedTuple):
@@ -138,23 +148,42 @@ class BadRow(NamedTuple):
     reason: str
 
 
-class _UnusableError(Exception):
-    """Carries the reason why a row cannot be used."""
+NO_CHATS = Chats(None, "ignore")
 
 
-def parse(block: CorpusBlock, corpus: CorpusConfig) -> Iterator[Document | BadRow]:
-    """The normalized documents of a block and its bad rows, in order, without too short and too long texts."""
+def parse(block: CorpusBlock, corpus: CorpusConfig, chats: Chats = NO_CHATS) -> Iterator[Document | BadRow]:
+    """The normalized documents of a block and its bad rows, in order, without too short and too long texts.
+
+    Args:
+        chats: renders the messages of a row.
+    """
+    form = corpus.normalization
+    normalized = partial(unicodedata.normalize, form) if form != "none" else str
     for row, (number, raw) in enumerate(_rows(block, corpus), start=block.first_row):
         try:
-            text = _text(block, raw, corpus.text_field)
-        except _UnusableError as problem:
+            content = _content(block, raw, corpus.text_field)
+            if isinstance(content, str):
+                document = Document(row, normalized(content))
+            else:
+                document = _divided(row, content, corpus.text_field, chats, normalized)
+        except UnusableError as problem:
             whole = block.kind == "text" and corpus.text_documents == "file"
             yield BadRow(row, block.where if whole else f"{block.where}, {block.unit} {number}", str(problem))
             continue
-        if corpus.normalization != "none":
-            text = unicodedata.normalize(corpus.normalization, text)
-        if len(text) >= corpus.min_characters and (corpus.max_characters is None or len(text) <= corpus.max_characters):
-            yield Document(row, text)
+        size = len(document.text)
+        if size >= corpus.min_characters and (corpus.max_characters is None or size <= corpus.max_characters):
+            yield document
+
+
+def _divided(
+    row: int, content: Mapping[str, Any], text_field: str, chats: Chats, normalized: Callable[[str], str]
+) -> Document:
+    """The document of a row with messages, or with a prompt and its completion."""
+    field = next((name for name in (text_field, MESSAGES) if name in content), None)
+    found = chats.documents(content[field], content.get(TOOLS)) if field else (completed(content),)
+    _check_unicode("".join(part.text for parts in found for part in parts), field or PAIR[0])
+    of_parts = tuple(tuple(part._replace(text=normalized(part.text)) for part in parts) for parts in found)
+    return Document(row, "".join(part.text for part in of_parts[-1]), of_parts, is_chat=field is not None)
 
 
 def _rows(block: CorpusBlock, corpus: CorpusConfig) -> Iterator[tuple[int, Any]]:
@@ -169,53 +198,68 @@ def _rows(block: CorpusBlock, corpus: CorpusConfig) -> Iterator[tuple[int, Any]]
                 yield number, line.removesuffix(b"\r")
 
 
-def _column(payload: bytes) -> Iterator[str | bytes | None]:
-    """Texts of an Arrow stream; bytes if a batch is not UTF-8."""
+def _column(payload: bytes) -> Iterator[str | bytes | dict[str, Any] | None]:
+    """Texts of an Arrow stream, bytes if a batch is not UTF-8; or its rows, from JSON."""
     import pyarrow
 
     for batch in pyarrow.ipc.open_stream(payload):
         try:
-            yield from batch.column(0).to_pylist()
+            values = batch.column(0).to_pylist()
         except UnicodeDecodeError:
             column = batch.column(0)
             binary = pyarrow.large_binary() if pyarrow.types.is_large_string(column.type) else pyarrow.binary()
-            yield from column.cast(binary).to_pylist()
+            values = column.cast(binary).to_pylist()
+        yield from map(json.loads, values) if batch.schema.names == [ROW] else values
 
 
-def _text(block: CorpusBlock, raw: Any, text_field: str) -> str:
-    """The text of a row: bytes of a line or file, or the value of a column."""
+def _content(block: CorpusBlock, raw: Any, text_field: str) -> str | dict[str, Any]:
+    """The text of a row, from bytes of a line or file or the value of a column; or the row, if it has none."""
     if raw is None:
-        raise _UnusableError(f"field {text_field!r} is null")
-    if isinstance(raw, str):
+        raise UnusableError(f"field {text_field!r} is null")
+    if isinstance(raw, (str, dict)):
         return raw
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        raise _UnusableError(f"byte {error.start} is not UTF-8 (convert the text, for example with iconv)") from None
+        raise UnusableError(f"byte {error.start} is not UTF-8 (convert the text, for example with iconv)") from None
     return _field(text, text_field) if block.kind == "lines" else text
 
 
-def _field(line: str, text_field: str) -> str:
+def _field(line: str, text_field: str) -> str | dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise _UnusableError(f"not JSON: {error.msg} at character {error.pos}") from None
+        raise UnusableError(f"not JSON: {error.msg} at character {error.pos}") from None
     except (ValueError, RecursionError) as error:
-        raise _UnusableError(f"JSON that cannot be read: {error}") from None
+        raise UnusableError(f"JSON that cannot be read: {error}") from None
     if not isinstance(row, dict):
-        raise _UnusableError(f"not a JSON object but {_kind(row)}")
+        raise UnusableError(f"not a JSON object but {_kind(row)}")
     if text_field not in row:
-        raise _UnusableError(
-            f"no field {text_field!r}; set corpus.text_field to one of the fields there: {listed(row)}"
-        )
+        if divided_fields(row):
+            return row
+        if len(lacking := {*PAIR} - {*row}) == 1:
+            raise UnusableError(f"no field {lacking.pop()!r}; add it, or set corpus.text_field: {listed(row)}")
+        raise UnusableError(f"no field {text_field!r}; set corpus.text_field to one of the fields there: {listed(row)}")
     text = row[text_field]
+    if isinstance(text, list) and text and isinstance(text[0], dict):
+        return row
     if not isinstance(text, str):
-        raise _UnusableError(f"field {text_field!r} is {_kind(text)}, not a string")
+        raise UnusableError(f"field {text_field!r} is {_kind(text)}, not a string")
+    _check_unicode(text, text_field)
+    return text
+
+
+def divided_fields(names: Iterable[str]) -> tuple[str, ...]:
+    """The fields of a row without a text that has messages, or a prompt and its completion; empty: neither."""
+    names = {*names}
+    return next((fields for fields in ((MESSAGES,), PAIR) if names.issuperset(fields)), ())
+
+
+def _check_unicode(text: str, field: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _UnusableError(f"character {error.start} of field {text_field!r} is a lone surrogate") from None
-    return text
+        raise UnusableError(f"character {error.start} of field {field!r} is a lone surrogate") from None
 
 
 def _kind(value: Any) -> str:

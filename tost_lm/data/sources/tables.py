@@ -1,17 +1,20 @@
 """Tables: Parquet and Arrow files, and datasets of the Hugging Face hub or of a folder that the datasets library reads.
 
-The text column is cut into blocks by its bytes.
+The column of texts, or of rows as JSON, is cut into blocks by its bytes.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tost_lm.data.settings import CorpusConfig
-from tost_lm.data.sources.blocks import ROW_LIMIT, CorpusFormat, SourceBlock, listed, too_long
+from tost_lm.data.sources.blocks import ROW, ROW_LIMIT, CorpusFormat, SourceBlock, divided_fields, listed, too_long
+from tost_lm.data.sources.chats import TOOLS
 from tost_lm.errors import DataError, first_line
 from tost_lm.remote import RemotePath, RemoteReader
 
@@ -27,32 +30,32 @@ def parquet_blocks(path: Path, size: int, corpus: CorpusConfig, offset: int, blo
     """Blocks of a Parquet file from row `offset`; earlier row groups are not read."""
     from pyarrow import parquet
 
-    text_field = corpus.text_field
     with parquet.ParquetFile(_source(path), pre_buffer=False, buffer_size=1 << 20) as file:
         total = file.metadata.num_rows
-        check_column(str(path), file.schema_arrow, text_field)
+        columns = columns_of(str(path), file.schema_arrow, corpus.text_field)
         groups = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
         for index in range(len(groups)):
-            _check_expansion(path, file.metadata.row_group(index), text_field)
+            _check_expansion(path, file.metadata.row_group(index), columns)
         first = skipped = 0
         while first < len(groups) and skipped + groups[first] <= offset:
             skipped += groups[first]
             first += 1
         batches = file.iter_batches(
-            PARQUET_ROWS, row_groups=range(first, len(groups)), columns=[text_field], use_threads=False
+            PARQUET_ROWS, row_groups=range(first, len(groups)), columns=[*columns.names], use_threads=False
         )
-        columns = _from_row(offset - skipped, (batch.column(0) for batch in batches))
-        yield from column_blocks(str(path), columns, offset, block_bytes, lambda row: size * row // total)
+        arrays = _from_row(offset - skipped, map(columns.texts, batches))
+        yield from column_blocks(str(path), columns, arrays, offset, block_bytes, lambda row: size * row // total)
 
 
-def _check_expansion(path: Path, group: Any, text_field: str) -> None:
+def _check_expansion(path: Path, group: Any, columns: "Columns") -> None:
     """Raise DataError if a row group expands so much that its pages, which are read whole, would fill the memory."""
     for column in map(group.column, range(group.num_columns)):
         unpacked, packed = column.total_uncompressed_size, max(column.total_compressed_size, 1)
         at_once = unpacked * (PARQUET_ROWS if column.has_dictionary_page else 1)  # all rows may be its longest entry
-        if column.path_in_schema == text_field and unpacked > EXPANSION * packed and at_once > EXPANDED_BYTES:
+        name = column.path_in_schema.partition(".")[0]
+        if name in columns.names and unpacked > EXPANSION * packed and at_once > EXPANDED_BYTES:
             raise DataError(
-                f"{path}: column {text_field!r} expands {unpacked // packed:,} times, from {packed:,} bytes to "
+                f"{path}: column {name!r} expands {unpacked // packed:,} times, from {packed:,} bytes to "
                 f"{at_once:,}; remove the file, or write it without compression and dictionaries"
             )
 
@@ -69,31 +72,53 @@ def arrow_blocks(path: Path, size: int, corpus: CorpusConfig, offset: int, block
     with _arrow_batches(path) as (_, batches):  # texts are read only if they are compressed
         total = sum(batch.num_rows for batch in batches)
     with _arrow_batches(path) as (schema, batches):
-        check_column(str(path), schema, corpus.text_field)
-        columns = _from_row(offset, (batch.column(corpus.text_field) for batch in batches))
-        yield from column_blocks(str(path), columns, offset, block_bytes, lambda row: size * row // total)
+        columns = columns_of(str(path), schema, corpus.text_field)
+        arrays = _from_row(offset, map(columns.texts, batches))
+        yield from column_blocks(str(path), columns, arrays, offset, block_bytes, lambda row: size * row // total)
 
 
 PARQUET = CorpusFormat((".parquet",), "arrow", parquet_blocks)
 ARROW = CorpusFormat((".arrow",), "arrow", arrow_blocks)
 
 
-def check_column(where: str, schema: Any, text_field: str) -> None:
-    """Raise DataError unless the table has a string column `text_field`."""
+class Columns(NamedTuple):
+    """The columns of a table that documents are read from."""
+
+    names: tuple[str, ...]
+    content: str
+    """`text`, or ROW: rows as JSON."""
+
+    def texts(self, batch: Any) -> Any:
+        """The strings of a record batch."""
+        if self.content != ROW:
+            return batch.column(self.names[0])
+        import pyarrow
+
+        rows = (json.dumps(row, default=str) for row in batch.select(self.names).to_pylist())
+        return pyarrow.array(rows, pyarrow.large_string())
+
+
+def columns_of(where: str, schema: Any, text_field: str) -> Columns:
+    """The string column `text_field`; or messages there, or what `divided_fields` names. Raises DataError: neither."""
     from pyarrow import types
 
     if schema.get_field_index(text_field) < 0:
+        if divided := divided_fields(schema.names):
+            return Columns((*divided, *({TOOLS} & {*schema.names})), ROW)
         raise DataError(
             f"{where}: no column {text_field!r}; set corpus.text_field to a column of the table: {listed(schema.names)}"
         )
     kind = schema.field(text_field).type
     text = kind.value_type if types.is_dictionary(kind) else kind
+    if types.is_list(text) or types.is_large_list(text):
+        return Columns((text_field, *({TOOLS} & {*schema.names})), ROW)
     if not (types.is_string(text) or types.is_large_string(text) or types.is_string_view(text)):
         raise DataError(f"{where}: column {text_field!r} is {kind}; set corpus.text_field to a string column")
+    return Columns((text_field,), "text")
 
 
 def column_blocks(
-    where: str, columns: Iterable[Any], row: int, block_bytes: int, consumed: Callable[[int], int]
+    where: str, columns: Columns, texts: Iterable[Any], row: int, block_bytes: int, consumed: Callable[[int], int]
 ) -> Iterator[SourceBlock]:
     """Blocks of texts from Arrow arrays; the first text is row `row`.
 
@@ -101,7 +126,7 @@ def column_blocks(
     end of any block. `consumed` maps a row to the amount read before it.
     """
     arrays, size, rows = [], 0, 0
-    for column in columns:
+    for column in texts:
         lengths = _lengths(column)
         if (lengths > ROW_LIMIT).any():
             raise too_long(f"{where}: a text")
@@ -115,10 +140,10 @@ def column_blocks(
             size += int(ends[begin - 1]) - before
             before = int(ends[begin - 1])
             if size >= block_bytes:
-                yield SourceBlock(_stream_bytes(arrays), rows, rows, row, consumed(row))
+                yield SourceBlock(_stream_bytes(columns.content, arrays), rows, rows, row, consumed(row))
                 arrays, size, rows = [], 0, 0
     if arrays:
-        yield SourceBlock(_stream_bytes(arrays), rows, rows, row, consumed(row))
+        yield SourceBlock(_stream_bytes(columns.content, arrays), rows, rows, row, consumed(row))
 
 
 @contextmanager
@@ -163,11 +188,11 @@ def _plain(column: Any) -> Any:
     return column if plain else column.cast(pyarrow.large_string())
 
 
-def _stream_bytes(arrays: list[Any]) -> bytes:
+def _stream_bytes(name: str, arrays: list[Any]) -> bytes:
     import pyarrow
 
     sink = pyarrow.BufferOutputStream()
-    batch = pyarrow.record_batch([pyarrow.concat_arrays(arrays)], names=["text"])
+    batch = pyarrow.record_batch([pyarrow.concat_arrays(arrays)], names=[name])
     with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
         stream.write_batch(batch)
     return sink.getvalue().to_pybytes()
@@ -180,12 +205,12 @@ SCRIPT = "Dataset scripts are no longer supported"
 def hub_blocks(corpus: CorpusConfig, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
     """Blocks of a hub dataset from row `offset`."""
 
-    def chunks() -> Iterator[Any]:
-        for table in _hub_tables(corpus, offset):
-            check_column(f"corpus.source {corpus.source}", table.schema, corpus.text_field)
-            yield from table.column(corpus.text_field).chunks
-
-    yield from column_blocks(corpus.source, chunks(), offset, block_bytes, lambda row: row)
+    tables = _hub_tables(corpus, offset)
+    if (table := next(tables, None)) is None:
+        return
+    columns = columns_of(f"corpus.source {corpus.source}", table.schema, corpus.text_field)
+    texts = (columns.texts(batch) for one in chain([table], tables) for batch in one.to_batches())
+    yield from column_blocks(corpus.source, columns, texts, offset, block_bytes, lambda row: row)
 
 
 def hub_fingerprint(corpus: CorpusConfig) -> str:

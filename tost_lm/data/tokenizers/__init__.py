@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from tost_lm.data.settings import DataPrepConfig
-from tost_lm.data.sources import fingerprint
+from tost_lm.data.sources import CHAT_FILES, fingerprint
+from tost_lm.data.tokenizers.fast import fastest
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
-from tost_lm.data.tokenizers.hf import HfTokenizer, hf_tokenizer
+from tost_lm.data.tokenizers.hf import HfTokenizer, eos_token, hf_tokenizer
 from tost_lm.data.tokenizers.interface import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.lossless import LosslessTokenizer
 from tost_lm.data.tokenizers.training import model_path, retrain_reason
@@ -19,9 +20,11 @@ __all__ = [
     "LosslessTokenizer",
     "SentencePieceTokenizer",
     "Tokenizer",
+    "fastest",
     "find_tokenizer",
     "make_tokenizer",
     "read_tokenizer",
+    "tokenizer_folder",
 ]
 
 TOKENIZER_FILES = (SentencePieceTokenizer.file_name, HfTokenizer.file_name)
@@ -37,6 +40,9 @@ def make_tokenizer(config: DataPrepConfig) -> Tokenizer:
     """
     if config.tokenizer.kind == "gpt2":
         return gpt2_tokenizer(config.tokenizer.path and local_copy(config.tokenizer.path))
+    if folder := tokenizer_folder(config):
+        eot_token = config.tokenizer.eot_token or eos_token(folder)
+        return hf_tokenizer(folder / "tokenizer.json", eot_token, config.corpus.normalization)
     path = local_copy(model_path(config))
     if config.tokenizer.kind == "hf":
         return hf_tokenizer(path, config.tokenizer.eot_token, config.corpus.normalization)
@@ -49,6 +55,15 @@ def make_tokenizer(config: DataPrepConfig) -> Tokenizer:
             f"{as_it_is}"
         )
     return read_tokenizer(path)
+
+
+def tokenizer_folder(config: DataPrepConfig) -> Path | None:
+    """The folder of the Hugging Face library in `tokenizer.path`, of a URL a copy of its small files; None: a file."""
+    path, files = config.tokenizer.path, ("tokenizer.json", "config.json", *CHAT_FILES)
+    if path is None or config.tokenizer.kind == "gpt2" or config.tokenizer.vocab_size:
+        return None
+    copy = local_copy(path, wanted=lambda name: name in (path.name, *files))
+    return copy if copy.is_dir() else None
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

@@ -48,17 +48,17 @@ class HfTokenizer(Tokenizer):
             self.eot_token, self.tokenizer_json = str(content["eot_token"]), str(content["tokenizer"])
         except (ValueError, TypeError, KeyError):
             raise DataError("not a file that tost prepare shards wrote, or damaged; copy it again") from None
-        self._pipeline = _parse(self.tokenizer_json)
-        if (eot := self._pipeline.token_to_id(self.eot_token)) is None:
-            raise DataError(f"tokenizer.eot_token {self.eot_token}: not in its vocabulary; {_choose(self._pipeline)}")
+        self.pipeline = _parse(self.tokenizer_json)
+        if (eot := self.pipeline.token_to_id(self.eot_token)) is None:
+            raise DataError(f"tokenizer.eot_token {self.eot_token}: not in its vocabulary; {_choose(self.pipeline)}")
         self.eot = eot
-        self._pipeline.add_special_tokens([self.eot_token])  # it may be an ordinary token of the vocabulary
-        self._pipeline.encode_special_tokens = True
-        self._pipeline.no_truncation()
-        self._pipeline.no_padding()
-        vocabulary: dict[str, int] = self._pipeline.get_vocab(with_added_tokens=True)
+        self.pipeline.add_special_tokens([self.eot_token])  # it may be an ordinary token of the vocabulary
+        self.pipeline.encode_special_tokens = True
+        self.pipeline.no_truncation()
+        self.pipeline.no_padding()
+        vocabulary: dict[str, int] = self.pipeline.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values())
-        special = {token.content for token in self._pipeline.get_added_tokens_decoder().values() if token.special}
+        special = {token.content for token in self.pipeline.get_added_tokens_decoder().values() if token.special}
         pieces = [name for name in vocabulary if BYTE_PIECE.fullmatch(name)]
         self._byte_ids = {int(name[1:-1], 16): vocabulary[name] for name in pieces}
         self._byte_of = {i: byte for byte, i in self._byte_ids.items()} if len(pieces) == 256 else {}
@@ -67,7 +67,7 @@ class HfTokenizer(Tokenizer):
         found = [re.escape(name) for name in names if self._decode(self._encode(name)) != name]
         self._names = re.compile("|".join(sorted(found, key=len, reverse=True))) if found else None
         self._drops_space = self._decode(self._encode(" a")) == "a"
-        self._escapes = bool(found) or self._drops_space or SPACE_MARK not in self._decode(self._encode(SPACE_MARK))
+        self.escapes = bool(found) or self._drops_space or SPACE_MARK not in self._decode(self._encode(SPACE_MARK))
         first, second, both = map(self._encode, ("a", "b", "a b"))
         self.adds_space = first + second == both
         self.normalization = self._check("".join(names), {vocabulary[name] for name in special})
@@ -76,22 +76,22 @@ class HfTokenizer(Tokenizer):
         return HfTokenizer, (self.model_bytes,)
 
     def encode(self, text: str) -> list[int]:
-        return self._encode(self._escape(text) if self._escapes else text)
+        return self._encode(self._escape(text) if self.escapes else text)
 
     def decode(self, ids: Iterable[int]) -> str:
         text = self._decode(list(self._valid_utf8(map(int, ids)) if self._byte_of else map(int, ids)))
-        if not self._escapes or ESCAPE not in text:
+        if not self.escapes or ESCAPE not in text:
             return text
         return TO_UNESCAPE.sub(lambda found: UNESCAPED[found[0]], text)
 
     def _encode(self, text: str) -> list[int]:
         try:
-            return self._pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids  # without offsets: faster
+            return self.pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids  # without offsets: faster
         except Exception as error:  # the library has no class of its own
             raise DataError(f"the tokenizer fails for {text[:SHOWN]!r}: {error}; use another tokenizer") from None
 
     def _decode(self, ids: list[int]) -> str:
-        return self._pipeline.decode(ids, skip_special_tokens=True)
+        return self.pipeline.decode(ids, skip_special_tokens=True)
 
     def _valid_utf8(self, ids: Iterable[int]) -> Iterator[int]:
         """The ids with U+FFFD in place of invalid UTF-8 in byte pieces, of which the library would lose valid ones."""
@@ -160,6 +160,27 @@ def hf_tokenizer(path: Path, eot_token: str | None, normalization: str) -> HfTok
             f"corpus.normalization={tokenizer.normalization}"
         )
     return tokenizer
+
+
+def eos_token(folder: Path) -> str | None:
+    """The end-of-text token of a folder: as of a model, else as of a tokenizer; None: it names none.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    try:
+        model, tokenizer = (
+            json.loads(path.read_text("utf-8")) if path.is_file() else {}
+            for path in (folder / "config.json", folder / "tokenizer_config.json")
+        )
+        eos = (model if "eos_token_id" in model else model.get("text_config", {})).get("eos_token_id")
+        eos = eos[0] if isinstance(eos, list) and eos else eos
+        if isinstance(eos, int):
+            return _parse((folder / "tokenizer.json").read_text("utf-8")).id_to_token(eos)
+        named = tokenizer.get("eos_token")
+        return named["content"] if isinstance(named, dict) else named
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise DataError(f"tokenizer.path {folder}: damaged: {first_line(error)}; copy its files again") from None
 
 
 def _parse(text: str) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 from tost_lm.command_line import run_program
 from tost_lm.data.loader import context_shares, context_sizes
 from tost_lm.data.settings import InspectConfig, InspectShardsConfig
-from tost_lm.data.shard_format import SPLITS
+from tost_lm.data.shard_format import SPLITS, counted_tokens
 from tost_lm.data.shards import Shards, length_histogram, token_counts
 from tost_lm.data.stages import Packing
 from tost_lm.errors import printable
@@ -45,6 +45,9 @@ def main(folder: Path, config: InspectShardsConfig) -> None:
             f"{split:>5} {len(entry['shards']):>7,} {entry['documents']:>13,} {entry['tokens']:>16,} "
             f"{size:>16}  {ratio}"
         )
+    for split in SPLITS:
+        if (counted := counted_tokens(entry := manifest["splits"][split])) < entry["tokens"]:
+            print(f"{split}: {counted:,} of {entry['tokens']:,} tokens count in the loss")
     documents = manifest["splits"][config.inspect.split]["documents"]
     if documents > config.inspect.first:
         show_split(shards, config.inspect)
@@ -78,12 +81,17 @@ def show_split(shards: Shards, config: InspectConfig) -> None:
         name = "end of text" if token == shards.eot else repr(tokenizer.decode([int(token)]))
         print(f"{token:>8} {counts[token] / counts.sum():>7.2%} {name}")
 
-    shown = islice(shards.documents(split, config.first), config.documents)
-    for number, tokens in enumerate(shown, start=config.first):
+    def show(tokens: np.ndarray, title: str) -> None:
         text = tokenizer.decode(tokens.tolist())
         more = " …" if len(text) > config.characters else ""
-        print(f"\n── {split} document {number:,}: {len(tokens):,} tokens, {len(text):,} characters")
+        print(f"\n── {title}: {len(tokens):,} tokens, {len(text):,} characters")
         print(printable(text[: config.characters], keep="\n\t") + more)
+
+    documents = zip(shards.documents(split, config.first), shards.document_masks(split, config.first), strict=True)
+    for number, (tokens, mask) in enumerate(islice(documents, config.documents), start=config.first):
+        show(tokens, f"{split} document {number:,}")
+        if not mask.all():
+            show(tokens[mask[: len(tokens)] > 0], "counted in the loss")
 
 
 def run() -> NoReturn:

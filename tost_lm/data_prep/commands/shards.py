@@ -14,6 +14,9 @@ with an unsupported ending are counted and left out.
 With shards.partition=i/n, or in a Slurm array, only some files are tokenized; `tost prepare merge` joins the results.
 With shards.engine=ray, the partitions are built on the nodes of a Ray cluster and joined.
 
+Of rows with `messages`, or `prompt` and `completion`, only answers count in the loss; for messages, tokenizer.path is a
+folder with a tokenizer.json and a chat template.
+
 Token files of Megatron, corpus.source=PREFIX of PREFIX.bin and PREFIX.idx or a glob that ends in .idx, are linked and
 not copied.
 """

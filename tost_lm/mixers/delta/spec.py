@@ -13,10 +13,10 @@ gate (not for that of a sigmoid), product and the input of the output projection
 decays or 12·H·K for those of channels, 16·h for lengths; a state 4·H·K·V for each group of chunks. With several
 sequence ranks, the maps of their tokens store 4·H·(K + V) and (K + V)/V such states.
 
-A state is 8·H·K·V + 3·e·E bytes: a matrix for each value head in float64, and the convolution's last 3 tokens. Up to
-`ALL_GATHER_RANKS` sequence ranks gather the maps of their tokens and states, 4·H·K·(K + 2·V) bytes a row, and 4·H·K·V
-in the backward; more pass states of 4·H·K·V bytes on, in both. All exchange the convolution's tokens. Between tiles
-they add up the states in float64, and their gradients.
+A state is 8·H·K·V + 3·e·E bytes: a matrix for each value head in float64, and the convolution's last 3 tokens. Sequence
+ranks gather the maps of their tokens, 4·H·K·(K + V) bytes a row, and 4·H·K·V in the backward; more than
+`ALL_GATHER_RANKS` do so in groups, and between groups. All exchange the convolution's tokens. Between tiles they add up
+the states in float64, and their gradients.
 """
 
 from tost_lm.mixers.delta.settings import (
@@ -28,14 +28,15 @@ from tost_lm.mixers.delta.settings import (
     DeltaShape,
     DeltaSizes,
 )
-from tost_lm.mixers.spec import BLOCK_LAUNCHES, AffineSpec, Flops, Load, OwnNumbers
+from tost_lm.mixers.spec import NO_FLOPS, Costs, Flops, Load, Numbers, RecurrentSpec
 
 
-class DeltaSpec(AffineSpec):
+class DeltaSpec(RecurrentSpec):
     letter = "D"
     folder = "delta"
     name = "gated delta rule"
     tag = "gated-delta-rule"
+    obstacle_to_determinism = "the kernels of delta layers are chosen by their measured time"
     kernel_bandwidth = 0.57  # a compiled step on an H200, corrected for other kernels since (test_planned_times.py)
 
     def description(self, shape: DeltaShape) -> str:
@@ -64,59 +65,54 @@ class DeltaSpec(AffineSpec):
             return None
         return f"the {heads} key heads of delta layers are not divisible by parallel.tensor {ranks}; choose a divisor"
 
-    def obstacle_to_determinism(self) -> str | None:
-        return "the kernels of delta layers are chosen by their measured time"
+    def numbers(self, shape: DeltaShape) -> Numbers:
+        """Into queries, keys and values, gates of the outputs, write strengths and decays. Beside the projections: the
+        convolution; a rate and its steps for each value head; the scales of the norm, which all heads share."""
+        sizes, decays = DeltaSizes.of(shape), _decays(shape)
+        return Numbers(
+            sizes.convolved + sizes.value_heads * (sizes.value_size + 1 + decays),
+            sizes.value_heads * sizes.value_size,
+            decayed=sizes.convolved * CONV_TAPS,
+            vectors=sizes.value_heads * (1 + decays),
+            replicated=sizes.value_size,
+            replicated_tensors=1,
+        )
 
-    def channels_in(self, shape: DeltaShape) -> int:
-        """Queries, keys and values, gates of the outputs, write strengths and decays."""
-        sizes = DeltaSizes.of(shape)
-        return sizes.convolved + sizes.value_heads * (sizes.value_size + 1 + _decays(shape))
-
-    def channels_out(self, shape: DeltaShape) -> int:
-        sizes = DeltaSizes.of(shape)
-        return sizes.value_heads * sizes.value_size
-
-    def own_numbers(self, shape: DeltaShape) -> OwnNumbers:
-        """The convolution; a rate and its steps for each value head; the scales of the norm, which all heads share."""
-        sizes = DeltaSizes.of(shape)
-        rates = sizes.value_heads * (1 + _decays(shape))
-        return OwnNumbers(sizes.convolved * CONV_TAPS, rates, sizes.value_size, 1)
-
-    def operator_flops(self, shape: DeltaShape) -> Flops:
+    def flops(self, shape: DeltaShape, tokens: int) -> tuple[Flops, Flops]:
         sizes = DeltaSizes.of(shape)
         state, convolved = sizes.value_heads * sizes.key_size * sizes.value_size, sizes.convolved
-        return Flops(7 * state + (2 * CONV_TAPS - 1) * convolved, 14 * state + (4 * CONV_TAPS - 1) * convolved)
+        return NO_FLOPS, Flops(
+            7 * state + (2 * CONV_TAPS - 1) * convolved, 14 * state + (4 * CONV_TAPS - 1) * convolved
+        )
 
-    def launches(self) -> int:
-        """With a decay for each channel there are 16 more, which the plan leaves out."""
-        return 145 + BLOCK_LAUNCHES
+    def costs(self, load: Load) -> Costs:
+        _, H, K, V = sizes = DeltaSizes.of(load.shape)
+        factor, added = 4 * H * K * K, 4 * H * K * V  # of the map of a row's tokens, in float32
+        taps = load.element_bytes * sizes.convolved * (CONV_TAPS - 1)
+        maps, none = (factor + added, added), (0.0, 0.0)  # the map of the tokens, and the gradient of a state
+        (forward, backward), grouped = (maps, none) if load.gathers else (none, maps)
+        return Costs(
+            launches=145,  # with a decay for each channel 16 more
+            stored=_stored_bytes(sizes, load),
+            state=2 * added + taps,
+            received=load.received(forward + taps, grouped[0]),
+            exchanged=(forward + taps, backward + taps),
+            grouped=grouped,
+            summed=2 * added,
+        )
 
-    def stored_bytes(self, load: Load) -> float:
-        sizes, e = DeltaSizes.of(load.shape), load.element_bytes
-        h, H, K, V = sizes
-        elements = GROUP_ELEMENTS if load.on_cpu else DEVICE_GROUP_ELEMENTS
-        rows = load.tokens / load.tokens_here
-        chunks = max(GROUP_CHUNKS, elements // (H * CHUNK_TOKENS**2) // max(1, rows))
-        states = 4 * H * K * V / min(CHUNK_TOKENS * chunks, load.tokens_here)
-        maps = 4 * H * (K + V) + states * (K + V) / V if load.sequence > 1 else 0.0
-        convolved = e * sizes.convolved * (2 + (CONV_TAPS - 1) / load.tokens_here)
-        keys = (8 + (8 if load.on_cpu else 2 * e)) * h * K
-        gated = 5 - load.shape.own.decay_per_channel
-        return convolved + keys + (8 + gated * e) * H * V + 12 * H * (1 + _decays(load.shape)) + 16 * h + states + maps
 
-    def state_bytes(self, load: Load) -> float:
-        return self.summed_bytes(load) + self._taps_bytes(load)
-
-    def map_bytes(self, load: Load) -> tuple[float, float]:
-        _, H, K, V = DeltaSizes.of(load.shape)
-        return 4 * H * K * K, 4 * H * K * V
-
-    def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
-        return super().exchanged_bytes(load, backward=backward) + self._taps_bytes(load)
-
-    def _taps_bytes(self, load: Load) -> float:
-        """Of the convolution's last tokens."""
-        return load.element_bytes * DeltaSizes.of(load.shape).convolved * (CONV_TAPS - 1)
+def _stored_bytes(sizes: DeltaSizes, load: Load) -> float:
+    (h, H, K, V), e = sizes, load.element_bytes
+    elements = GROUP_ELEMENTS if load.on_cpu else DEVICE_GROUP_ELEMENTS
+    rows = load.tokens / load.tokens_here
+    chunks = max(GROUP_CHUNKS, elements // (H * CHUNK_TOKENS**2) // max(1, rows))
+    states = 4 * H * K * V / min(CHUNK_TOKENS * chunks, load.tokens_here)
+    maps = 4 * H * (K + V) + states * (K + V) / V if load.sequence > 1 else 0.0
+    convolved = e * sizes.convolved * (2 + (CONV_TAPS - 1) / load.tokens_here)
+    keys = (8 + (8 if load.on_cpu else 2 * e)) * h * K
+    gated = 5 - load.shape.own.decay_per_channel
+    return convolved + keys + (8 + gated * e) * H * V + 12 * H * (1 + _decays(load.shape)) + 16 * h + states + maps
 
 
 def _decays(shape: DeltaShape) -> int:

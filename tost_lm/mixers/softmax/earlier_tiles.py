@@ -5,8 +5,8 @@ the first, and each tile adds to the gradients of the keys and values before it,
 their gradients, and by nothing else. The attention to a few keys at a time is exact: parts are joined by their
 log-sum-exps, and the backward of a part needs only that of the whole.
 
-Each sequence rank stores the keys and values of its own tokens. Queries meet those of the other ranks one tile at a
-time, so no rank holds all of them.
+A sequence rank stores the keys and values of its heads, of all tokens. Where ranks do not split heads, it stores those
+of its own tokens, and queries meet those of the other ranks one tile at a time.
 
 Shapes: B rows, H heads of queries, G heads of keys and values, T tokens of a tile, t ≤ T of its last document, S keys,
 D channels a head, E = 2·D.
@@ -14,6 +14,7 @@ D channels a head, E = 2·D.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tost_lm.mixers.softmax.attention import attend, flash, flash_offsets, obstacle_to_flash
+from tost_lm.mixers.softmax.balance import attend_balanced, is_balanced
 from tost_lm.mixers.softmax.cache import halves
 from tost_lm.mixers.state import SharedState, TileTensor
 from tost_lm.ops.backends import Backend, choose
@@ -59,14 +61,23 @@ def attend_tile(
     Returns:
         y [B, H, T, D], and the state if `info` asks for it.
     """
+    kv_BGTE, attend = torch.cat([k_BGTD, v_BGTD], -1), partial(_attend_up_to, state)
+    if is_balanced(q_BHTD, kv_BGTE, info):
+        y_BHTD, kv_BGTE, info = attend_balanced(attend, q_BHTD, kv_BGTE, info)
+    else:
+        y_BHTD = attend(q_BHTD, kv_BGTE, info)
+    return y_BHTD, _next_state(kv_BGTE, state, info) if info.output_state else None
+
+
+def _attend_up_to(state: KeyValueTiles | None, q_BHTD: Tensor, kv_BGTE: Tensor, info: SequenceInfo) -> Tensor:
+    """Attention of the last T tokens to those of their documents in the tile, on all ranks, and in earlier tiles."""
     local, shard, T = info.local, info.shard, q_BHTD.shape[2]
-    kv_BGTE = torch.cat([k_BGTD, v_BGTD], -1)
     here_BGSE = kv_BGTE if shard is None else shard.gather(kv_BGTE)[:, :, : shard.split.end]
     earlier = here_BGSE.shape[2] - T  # tokens of the tile on earlier ranks
     ys, continued = [], 0
-    if state is not None:
-        if local.documents.start == 0:
-            continued = local.lengths[0] if local.packed else T
+    if state is not None and local.documents.start == 0:
+        continued = local.lengths[0] if local.packed else T
+    if state is not None and (continued or shard is not None):
         kv = here_BGSE[:, :, : earlier + continued] if continued else here_BGSE[:, :, :0]
         ys.append(_WithEarlierTiles.apply(q_BHTD[:, :, :continued], kv, state.tiles, shard))
     if continued < T:
@@ -76,8 +87,7 @@ def attend_tile(
         lengths = local.lengths[skipped:]
         documents = (lengths, (before + lengths[0], *lengths[1:])) if local.packed else None
         ys.append(attend(q, kv, 0, documents))
-    y_BHTD = torch.cat(ys, 2) if len(ys) > 1 else ys[0]
-    return y_BHTD, _next_state(kv_BGTE, state, info) if info.output_state else None
+    return torch.cat(ys, 2) if len(ys) > 1 else ys[0]
 
 
 def _next_state(kv_BGTE: Tensor, state: KeyValueTiles | None, info: SequenceInfo) -> KeyValueTiles:

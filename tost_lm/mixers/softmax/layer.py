@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer, room_after
 from tost_lm.mixers.softmax.attention import attend, attend_one, causal_attention
+from tost_lm.mixers.softmax.balance import attend_balanced, is_balanced
 from tost_lm.mixers.softmax.cache import (
     KeysAndValues,
     KeyValueSlots,
@@ -123,6 +124,8 @@ class _Attention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None
     ) -> tuple[Tensor, KeyValueState | None]:
+        if not (self.window or state or self.info.output_state) and is_balanced(q, k, self.info):
+            return attend_balanced(_attend_block, q, torch.cat([k, v], -1), self.info)[0], None
         up_to_here, sequence = self._around(k, v)
         attend_all = self._attend_rows if self.info.cu_seqlens is None else self._attend_packed
         return attend_all(q, up_to_here, sequence, state)
@@ -203,6 +206,10 @@ class _Attention:
         if self.window and dropped > 0:
             return x_BHSD[:, :, dropped:].clone()
         return x_BHSD if x_BHSD.requires_grad else x_BHSD.contiguous()
+
+
+def _attend_block(q: Tensor, kv: Tensor, info: SequenceInfo) -> Tensor:
+    return _Attention(0, info)(q, *halves(kv), None)[0]
 
 
 def _attention(info: SequenceInfo, tensors: Sequence[Any], window: str, _wanted: str) -> list[Tensor]:

@@ -33,6 +33,12 @@ class SoftmaxSettings(Section):
     """Sliding window in tokens. A token attends to itself and the window − 1 tokens before it; 0: to all tokens before it."""
 
 
+def head_groups(heads: int, kv_heads: int, ranks: int) -> int:
+    """Groups of heads that this many sequence ranks compute with, each with as many: 1 if they cannot split them."""
+    fits = (groups for groups in range(ranks, 0, -1) if not (ranks % groups or heads % groups))
+    return next(groups for groups in fits if not (kv_heads % groups and groups % kv_heads))
+
+
 SoftmaxShape = MixerShape[SoftmaxSettings]
 
 

@@ -13,12 +13,14 @@ the whole sequence; with a window of w tokens those of the last w − 1 of each 
 stores 4·H.
 
 A state has the keys and values of a window; without one, each tile adds those of its tokens to the states after it.
-Sequence ranks gather keys and values of all tokens of a tile, or of the last w − 1 of each rank; recomputation keeps
-what was received. Without a window they gather those of the earlier tiles one by one, and again.
+Without a window, sequence ranks exchange tokens for heads and back: queries, keys and values, of which several ranks
+may have copies, and outputs. A rank stores what it received, and the output of its heads. With a window, or if they
+cannot split heads, they gather keys and values of all tokens of a tile, or of the last w − 1 of each rank; without a
+window also those of the earlier tiles one by one, and again. Recomputation keeps what was received.
 """
 
-from tost_lm.mixers.softmax.settings import SoftmaxShape, SoftmaxSizes
-from tost_lm.mixers.spec import BLOCK_LAUNCHES, NO_FLOPS, Flops, GatheredTokens, Load, MixerSpec, OwnNumbers
+from tost_lm.mixers.softmax.settings import SoftmaxShape, SoftmaxSizes, head_groups
+from tost_lm.mixers.spec import NO_FLOPS, Costs, Flops, Load, MixerSpec, Numbers, gathered_tokens
 from tost_lm.ops.rotary import Rotary
 
 
@@ -76,73 +78,77 @@ class SoftmaxSpec(MixerSpec):
             )
         return None
 
-    def channels_in(self, shape: SoftmaxShape) -> int:
-        return SoftmaxSizes.of(shape).projected
-
-    def channels_out(self, shape: SoftmaxShape) -> int:
-        return SoftmaxSizes.of(shape).queries
-
-    def own_numbers(self, shape: SoftmaxShape) -> OwnNumbers:
-        """The scales of the norms of queries and keys."""
+    def numbers(self, shape: SoftmaxShape) -> Numbers:
+        """Beside the projections the scales of the norms of queries and keys."""
+        sizes = SoftmaxSizes.of(shape)
         if not shape.own.qk_norm:
-            return OwnNumbers(0, 0, 0, 0)
-        head, queries, keys, _ = SoftmaxSizes.of(shape)
-        return OwnNumbers(0, 0, queries + keys if shape.own.qk_norm == "all-heads" else 2 * head, 2)
+            return Numbers(sizes.projected, sizes.queries)
+        scales = sizes.queries + sizes.keys if shape.own.qk_norm == "all-heads" else 2 * sizes.head
+        return Numbers(sizes.projected, sizes.queries, replicated=scales, replicated_tensors=2)
 
-    def attention_flops(self, shape: SoftmaxShape, tokens: int) -> Flops:
+    def flops(self, shape: SoftmaxShape, tokens: int) -> tuple[Flops, Flops]:
         window = min(shape.own.window or tokens, tokens)
         forward = 4 * SoftmaxSizes.of(shape).queries * (window - window * (window - 1) / (2 * tokens))
-        return Flops(forward, 2 * forward)
+        return Flops(forward, 2 * forward), NO_FLOPS
 
-    def operator_flops(self, shape: SoftmaxShape) -> Flops:
-        return NO_FLOPS
+    def costs(self, load: Load) -> Costs:
+        sizes, e, window = SoftmaxSizes.of(load.shape), load.element_bytes, load.shape.own.window
+        if copies := _copies(load):
+            dealt = e * (2 * sizes.queries + 2 * copies * sizes.keys)
+            return Costs(
+                launches=31,
+                stored=_stored_bytes(sizes, load, copies),
+                state=2 * e * copies * sizes.keys * load.tokens_here,
+                received=dealt / load.tensor,
+                dealt=dealt,
+            )
+        # Gathered tokens for each of a rank's own.
+        relative = load.sequence * gathered_tokens(window or None, load.tokens_here) / load.tokens_here
+        return Costs(
+            launches=31,
+            stored=_stored_bytes(sizes, load, relative),
+            state=2 * e * sizes.keys * (window - 1 if window else load.tokens_here),
+            received=2 * sizes.keys * relative * e / load.tensor if load.sequence > 1 else 0.0,
+            busiest=1.0 if window else 2 - 1 / load.sequence,
+            gathered_channels=2 * sizes.keys,
+        )
 
-    def launches(self) -> int:
-        return 31 + BLOCK_LAUNCHES
 
-    def stored_bytes(self, load: Load) -> float:
-        shape, e, ranks = load.shape, load.element_bytes, load.sequence
-        _, C, kv, gate = SoftmaxSizes.of(shape)
-        read = C + kv  # queries and keys
-        changed = shape.own.rope_theta or shape.own.qk_norm
-        if ranks > 1:
-            # Gathered keys and values, with a window also a copy.
-            relative = ranks * self.gathered_tokens(load, load.tile_tokens).tokens / load.tokens_here
-            gathered = 2 * (relative + 1 if shape.own.window else relative)
-            kept = C + 2 * kv + gate if shape.own.qk_norm or not shape.own.rope_theta else 0
-            attention = (C if changed else 0) + kept + gathered * kv
-        else:
-            # Without a window, the kernel stores its output in the order of q's memory, the projection a copy of it.
-            attention = C + 2 * kv + gate + (read if changed else 0) + (C if changed and not shape.own.window else 0)
-        norms = 2 if shape.own.qk_norm == "all-heads" else read * shape.heads / C
-        normed = 4 * norms + self._norm_bytes(load) * read if shape.own.qk_norm else 0
-        return e * (C + attention + 2 * gate) + 4 * shape.heads + normed
-
-    def _norm_bytes(self, load: Load) -> int:
-        """Bytes per channel of queries and keys that their norm stores beside its input, which the values keep anyway:
-        on a CPU the input in float32, and normalized; with a factor near 1 what it multiplies, everywhere."""
-        copied = 4 if load.on_cpu and load.element_bytes < 4 else 0
-        if load.shape.zero_centered:
-            return copied + load.element_bytes
-        return copied + 4 if load.on_cpu else 0
-
-    def received_bytes(self, load: Load) -> float:
-        if load.sequence == 1:
-            return 0.0
-        gathered = self.gathered_tokens(load, load.tile_tokens)
-        relative = load.sequence * gathered.tokens / load.tokens_here
-        return gathered.channels * relative * load.element_bytes / load.tensor
-
-    def state_bytes(self, load: Load) -> float:
-        window = load.shape.own.window
-        return 2 * load.element_bytes * SoftmaxSizes.of(load.shape).keys * (window - 1 if window else load.tokens_here)
-
-    def exchanged_bytes(self, load: Load, *, backward: bool) -> float:
+def _copies(load: Load) -> float:
+    """Sequence ranks that have the same keys and values, where they split heads; 0: each has its own tokens'."""
+    kv_heads = (load.shape.own.kv_heads or load.shape.heads) // load.tensor
+    groups = head_groups(load.shape.heads // load.tensor, kv_heads, load.sequence)
+    if load.shape.own.window or groups == 1:
         return 0.0
+    return load.sequence * max(1, kv_heads // groups) / kv_heads
 
-    def gathered_tokens(self, load: Load, tokens: int) -> GatheredTokens:
-        window, here = load.shape.own.window, tokens / load.sequence
-        return GatheredTokens(min(here, max(1, window - 1)) if window else here, 2 * SoftmaxSizes.of(load.shape).keys)
+
+def _stored_bytes(sizes: SoftmaxSizes, load: Load, relative: float) -> float:
+    shape, e, (_, C, kv, gate) = load.shape, load.element_bytes, sizes
+    read = C + kv  # queries and keys
+    changed = shape.own.rope_theta or shape.own.qk_norm
+    if _copies(load):
+        # Queries and output of the rank's heads, which it received and will send.
+        attention = 2 * C + 2 * relative * kv + (C + 2 * kv + gate if shape.own.qk_norm else 0)
+    elif load.sequence > 1:
+        gathered = 2 * (relative + 1 if shape.own.window else relative)  # keys and values, with a window also a copy
+        kept = C + 2 * kv + gate if shape.own.qk_norm or not shape.own.rope_theta else 0
+        attention = (C if changed else 0) + kept + gathered * kv
+    else:
+        # Without a window, the kernel stores its output in the order of q's memory, the projection a copy of it.
+        attention = C + 2 * kv + gate + (read if changed else 0) + (C if changed and not shape.own.window else 0)
+    norms = 2 if shape.own.qk_norm == "all-heads" else read * shape.heads / C
+    normed = 4 * norms + _norm_bytes(load) * read if shape.own.qk_norm else 0
+    return e * (C + attention + 2 * gate) + 4 * shape.heads + normed
+
+
+def _norm_bytes(load: Load) -> int:
+    """Bytes per channel of queries and keys that their norm stores beside its input, which the values keep anyway: on a
+    CPU the input in float32, and normalized; with a factor near 1 what it multiplies, everywhere."""
+    copied = 4 if load.on_cpu and load.element_bytes < 4 else 0
+    if load.shape.zero_centered:
+        return copied + load.element_bytes
+    return copied + 4 if load.on_cpu else 0
 
 
 SOFTMAX = SoftmaxSpec()

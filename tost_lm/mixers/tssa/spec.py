@@ -27,7 +27,7 @@ of other tensor ranks, 4 bytes a rank. A state, and what sequence ranks exchange
 ranks exchange one number per token for the softmax over all heads, and three in its backward.
 """
 
-from tost_lm.mixers.spec import BLOCK_LAUNCHES, Flops, Load, OwnNumbers, RecurrentSpec
+from tost_lm.mixers.spec import NO_FLOPS, Costs, Flops, Load, Numbers, RecurrentSpec
 from tost_lm.mixers.tssa.settings import TssaShape
 from tost_lm.sizes import CPU_CHUNK_ELEMENTS, TRITON_CHUNK_TOKENS
 
@@ -45,43 +45,30 @@ class TssaSpec(RecurrentSpec):
     def has_position_parameters(self, shape: TssaShape) -> bool:
         return shape.own.denom_bias == "position"
 
-    def channels_in(self, shape: TssaShape) -> int:
-        return shape.width
-
-    def channels_out(self, shape: TssaShape) -> int:
-        return shape.width
-
-    def own_numbers(self, shape: TssaShape) -> OwnNumbers:
-        """temp and denom_bias; neither has weight decay."""
+    def numbers(self, shape: TssaShape) -> Numbers:
+        """Beside the projections temp and denom_bias; neither has weight decay."""
         biases = {"position": shape.heads * shape.max_positions, "head": shape.heads, "none": 0}
-        return OwnNumbers(0, shape.heads + biases[shape.own.denom_bias], 0, 0)
+        return Numbers(shape.width, shape.width, vectors=shape.heads + biases[shape.own.denom_bias])
 
-    def operator_flops(self, shape: TssaShape) -> Flops:
+    def flops(self, shape: TssaShape, tokens: int) -> tuple[Flops, Flops]:
         C, H = shape.width, shape.heads
         extra = 0 if shape.own.denom_bias == "none" else 2 * H
-        return Flops(9 * C + 7 * H - 1 + extra, 22 * C + 8 * H - 1 + extra)
+        return NO_FLOPS, Flops(9 * C + 7 * H - 1 + extra, 22 * C + 8 * H - 1 + extra)
 
-    def launches(self) -> int:
-        return 33 + BLOCK_LAUNCHES
-
-    def stored_bytes(self, load: Load) -> float:
-        C, H = load.shape.width, load.shape.heads
+    def costs(self, load: Load) -> Costs:
+        e, C, H = load.element_bytes, load.shape.width, load.shape.heads
+        state = 4 * (2 * C + H)
         on_cpu = min(load.tokens_here, max(32, CPU_CHUNK_ELEMENTS // C))
         chunk = on_cpu if load.on_cpu else TRITON_CHUNK_TOKENS
-        return 2 * load.element_bytes * C + 4 * H + self.state_bytes(load) / chunk
-
-    def received_bytes(self, load: Load) -> float:
-        return 4.0 * load.tensor if load.tensor > 1 else 0.0
-
-    def state_bytes(self, load: Load) -> float:
-        return 4 * (2 * load.shape.width + load.shape.heads)
-
-    def head_softmax_bytes(self, load: Load) -> float:
-        return 16 * load.tokens
-
-    def kernel_bytes(self, load: Load, forwards: float) -> float:
-        e, C, H = load.element_bytes, load.shape.width, load.shape.heads
-        return forwards * (4 * e * C + C + 8 * H) + 7 * e * C + 1.75 * C + 20 * H
+        return Costs(
+            launches=33,
+            stored=2 * e * C + 4 * H + state / chunk,
+            state=state,
+            moved=(4 * e * C + C + 8 * H, 7 * e * C + 1.75 * C + 20 * H),
+            received=4.0 * load.tensor if load.tensor > 1 else 0.0,
+            exchanged=(state, state),
+            head_softmax=16 * load.tokens,
+        )
 
 
 TSSA = TssaSpec()

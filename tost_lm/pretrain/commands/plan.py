@@ -4,10 +4,15 @@
 
     tost plan CONFIG parallel.sequence=1,2,4,8      (a row for each value)
 
+    tost plan Qwen3.5-4B                            (a folder of the Hugging Face library, or of a model of ours)
+
 It takes the arguments of `tost train` and the cluster in cluster.…, prints a table and writes nothing. If the run
 does not fit, it prints one line with settings that fit and exits with 2. The times assume no overlap, and that hardware
 reaches the fractions cluster.achieved_flops and cluster.achieved_memory_bandwidth of its published figures: compare
 them with the metrics.jsonl (mfu) of a first run.
+
+In place of CONFIG, the folder of a model is planned as the recipe qwen3_5_4b without its stages, at the model's own
+length and with about 32,768 tokens on a rank. Of a folder of the Hugging Face library, config.json is enough.
 """
 
 import re
@@ -18,18 +23,22 @@ from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.command_line import run_program
-from tost_lm.config import load_config
+from tost_lm.config import leaves, load_config, recipes, toml_value
 from tost_lm.errors import ConfigError
 from tost_lm.model.flops import flops_per_token, parameters
 from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
 from tost_lm.pretrain.plan.memory import checkpoint_bytes, peak_moment
 from tost_lm.pretrain.plan.settings import PlanConfig
-from tost_lm.pretrain.plan.traffic import collectives, tiles
+from tost_lm.pretrain.plan.traffic import HEADS, collectives, tiles
 from tost_lm.remote import RemotePath
 
 LIST = re.compile(r"[\w.]+=[^][{}\"',]+(,[^][{}\"',]+)+")
 """An override with several values, without quotes and brackets."""
+OF_FOLDERS = "qwen3_5_4b"
+"""The recipe whose other settings the plan of a model in a folder has."""
+RANK_TOKENS, BATCH_TOKENS, MOST_RANKS = 1 << 15, 1 << 22, 8
+"""Of such a plan: tokens of a rank in a micro-batch and of a step, about, and sequence ranks, at most."""
 ENOUGH = 0.1
 """Fraction of the labels below which the plan warns that the documents are short."""
 Row = tuple[str, str, str]
@@ -50,6 +59,8 @@ def _print_stage(config: PlanConfig, steps: int) -> None:
     corpus, too_short = corpus_rows(config, steps)
     if too_short:
         print(f"warning: {too_short}", file=sys.stderr)
+    if config.parallel.engine == "fsdp":
+        print('warning: memory, traffic and time are those of parallel.engine = "deepspeed"', file=sys.stderr)
     needs = [*memory_rows(config), *traffic_rows(config), *time_rows(config, steps), *disk_rows(config)]
     print(markdown([("", "", "details"), *model_rows(config, steps), *corpus, *needs]))
     if problem := plan_fit.memory_problem(config):
@@ -61,21 +72,46 @@ def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Seque
     if len(listed) > 1:
         raise ConfigError(f"several lists of values: {' '.join(listed)}; list the values of one setting")
     setting, _, values = listed[0].partition("=")
+    file, given = in_place_of(path) if path.is_dir() else (path, [])
     rows, problems = list[tuple[str, ...]](), list[ConfigError]()
     for value in values.split(","):
         try:
-            one = plan_fit.complete(load_config(PlanConfig, path, [*others, f"{setting}={value}"]))
+            one = plan_fit.complete(load_config(PlanConfig, file, [*given, *others, f"{setting}={value}"]))
             seconds, memory = plan.step_seconds(one).total, plan_fit.gpu_bytes(one) / 1e9
             fits, rate = plan_fit.memory_problem(one) or "yes", f"{one.batch_tokens / seconds:,.0f}"
             used, sent = f"{memory:.2f} of {one.cluster.memory_gb:g}", sum(c.sent_bytes for c in collectives(one))
             rows.append((value, layout(one), used, f"{sent / 1e9:.2f}", duration(seconds), rate, fits))
         except ConfigError as error:
             problems.append(error)
-            reason = "; ".join(str(error).replace(f"{path}: ", "").splitlines())
+            reason = "; ".join(str(error).replace(f"{file}: ", "").splitlines())
             rows.append((value, "impossible", *"––––", reason))
     if len(problems) == len(rows):
         raise problems[0]
     print(markdown([(setting, "layout", "GB per GPU", "GB sent a step", "time per step", "tokens/s", "fits"), *rows]))
+
+
+def in_place_of(folder: Path) -> tuple[Path, list[str]]:
+    """The recipe, and overrides, that plan the model in a folder. Raises CheckpointError and ConfigError."""
+    from tost_lm.inference.foreign_folder import CONFIG
+    from tost_lm.interop.load import read_config
+
+    if (folder / CONFIG).is_file():
+        from tost_lm.inference.hugging_face import print_only_errors
+
+        print_only_errors()
+    model = read_config(folder)
+    tree, length = model.model_dump(mode="json", exclude_defaults=True, exclude={"plugins"}), model.context_length
+    at_most = lambda number: 1 << max(number, 1).bit_length() - 1  # a power of two, which layouts divide
+    train = {
+        "seq_len": length, "micro_batch_size": at_most(RANK_TOKENS // length),
+        "global_batch_size": max(at_most(BATCH_TOKENS // length), MOST_RANKS),
+    }  # fmt: skip
+    settings = {
+        "model": tree, "train": train, "parallel": {"sequence": min(at_most(length // RANK_TOKENS), MOST_RANKS)},
+        "run": {"name": folder.resolve().name},
+    }  # fmt: skip
+    found = [f"{path}={toml_value(value)}" for path, value in leaves(settings)]
+    return recipes()[OF_FOLDERS], ["stages=[]", "model={}", *found]
 
 
 def model_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
@@ -153,7 +189,7 @@ def time_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
     bandwidth = f"at {cluster.achieved_memory_bandwidth:.0%} of {cluster.memory_gb_s:g} GB/s"
     sources = {
         "products": f"at {cluster.achieved_flops:.0%} {peak}",
-        "attention": f"at {cluster.achieved_attention_flops:.0%} {peak}",
+        "attention": f"at {cluster.achieved_attention_flops:.0%} {peak}{_of_busiest(config)}",
         "operator": f"as {in_units(operator)} per token {bandwidth}",
         "elementwise": f"as {in_units(elementwise)} per token; norms, {activation}, LayerScale, residual sums",
         "loss": f"{in_units(plan.bytes_moved_by_loss(config))} beside its products",
@@ -167,7 +203,18 @@ def time_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
     rate, seconds = config.batch_tokens / step.total, step.total * steps
     utilization = flops_per_token(config.model, config.train.seq_len).total * rate / (plan.peak(config) * cluster.ranks)
     yield "tokens/s", f"{rate:,.0f}", f"{rate / cluster.ranks:,.0f} per GPU; MFU {utilization:.0%}"
-    yield "duration of the run", duration(seconds), f"{seconds / 3600 * cluster.ranks:,.0f} GPU hours, steps only"
+    hours = seconds / 3600 * cluster.ranks
+    yield "duration of the run", duration(seconds), f"{hours:,.0f} GPU hours, steps only"
+    if price := cluster.gpu_hour_price:
+        yield "price of the run", f"{hours * price:,.0f}", f"at {price:g} for a GPU hour"
+
+
+def _of_busiest(config: PlanConfig) -> str:
+    ranks, busiest = config.parallel.sequence, plan.busiest(config)
+    if busiest > 1:
+        return f"; {busiest:.3g} times the mean on the last of {ranks} ranks, which cannot divide model.heads"
+    dealt = any(one.content == HEADS for one in collectives(config))
+    return f"; {ranks} sequence ranks share heads and queries evenly" if dealt else ""
 
 
 def disk_rows(config: PlanConfig) -> Iterator[Row]:
@@ -228,4 +275,7 @@ def run() -> NoReturn:
     listed = [word for word in words if LIST.fullmatch(word)]
     single = [word for word in words if word not in listed]
     program = partial(compare, listed=listed, others=[word for word in single if "=" in word]) if listed else main
-    run_program(program, name="tost plan", doc=__doc__ or "", positional="CONFIG", config=PlanConfig, arguments=single)
+    run_program(
+        program, name="tost plan", doc=__doc__ or "", positional="CONFIG", config=PlanConfig, in_place_of=in_place_of,
+        arguments=single,
+    )  # fmt: skip

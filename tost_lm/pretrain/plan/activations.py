@@ -18,7 +18,7 @@ channels).
 
 from typing import NamedTuple
 
-from tost_lm.mixers.spec import Load, MixerSpec
+from tost_lm.mixers.spec import Costs, Load, MixerSpec
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.sizes import ALL_GATHER_RANKS
 
@@ -38,12 +38,16 @@ def tokens_in_memory(config: PretrainConfig) -> float:
 def load_of(config: PretrainConfig, spec: MixerSpec) -> Load:
     """The micro-batch of a rank, for the spec of a mixer."""
     ranks = config.parallel.sequence
-    # Of all ranks; in all-to-alls a rank's columns of all, the sums before it, and with tiles those over all ranks.
-    rows = ranks if ranks <= ALL_GATHER_RANKS else 2 + (config.tile_tokens < config.row_tokens)
     return Load(
         config.model.shape_of(spec.letter), ELEMENT_BYTES[config.train.dtype], config.run.device == "cpu",
-        micro_batch_tokens(config), config.row_tokens, config.tile_tokens, ranks, config.parallel.tensor, rows,
+        micro_batch_tokens(config), config.row_tokens, config.tile_tokens, ranks, config.parallel.tensor,
+        gathers=ranks <= ALL_GATHER_RANKS,
     )  # fmt: skip
+
+
+def costs_of(config: PretrainConfig, spec: MixerSpec) -> Costs:
+    """What a layer of the mixer takes for this micro-batch."""
+    return spec.costs(load_of(config, spec))
 
 
 def activation_bytes_per_token(config: PretrainConfig) -> float:
@@ -81,15 +85,15 @@ def _blocks_per_token(config: PretrainConfig) -> list[BlockBytes]:
 
 def _block_bytes_per_token(config: PretrainConfig, mixer: MixerSpec) -> BlockBytes:
     """Bytes per token without gradients, and without the MLP if it is tiled."""
-    load, C, scale = load_of(config, mixer), config.model.width, 1 if config.model.layer_scale else 0
-    e, tensor = load.element_bytes, load.tensor
+    costs, C, scale = costs_of(config, mixer), config.model.width, 1 if config.model.layer_scale else 0
+    e, tensor = ELEMENT_BYTES[config.train.dtype], config.parallel.tensor
     stream, residual = e * C / tensor, 4 * C / tensor
-    of_mixer = (1 + scale) * stream + (_norm_bytes(config) + mixer.stored_bytes(load)) / tensor
+    of_mixer = (1 + scale) * stream + (_norm_bytes(config) + costs.stored) / tensor
     of_mlp = residual if config.memory.mlp_tile_tokens else _mlp_bytes_per_token(config)
     if config.memory.activation_checkpointing == "none":
         return BlockBytes(of_mixer + of_mlp, 0.0)
     same = stream if e == 4 else 0.0  # in bfloat16 the first norm stores a rounded copy of the block's input
-    return BlockBytes(residual + mixer.received_bytes(load), of_mixer + of_mlp - same)
+    return BlockBytes(residual + costs.received, of_mixer + of_mlp - same)
 
 
 def _mlp_bytes_per_token(config: PretrainConfig) -> float:

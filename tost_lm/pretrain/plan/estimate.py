@@ -10,10 +10,9 @@ import math
 from typing import NamedTuple
 
 from tost_lm.errors import ConfigError
-from tost_lm.mixers.spec import BLOCK_LAUNCHES, COMPILED_BLOCK_LAUNCHES, PRODUCTS
 from tost_lm.model.flops import block_matrices, flops_per_token, peak_flops
 from tost_lm.optim.interface import optimizer_of
-from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, load_of
+from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, costs_of
 from tost_lm.pretrain.plan.memory import logit_tiles, parameters_per_rank, reduces_at_end, state_bytes, zero_stage_of
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.plan.traffic import (
@@ -31,6 +30,13 @@ KERNEL_SECONDS = 2.3e-6
 EAGER, COMPILED = 0.55, 0.67
 """Fractions of a copy's bandwidth that operations between products, mixers and loss reach: the steps of tost-base with
 60 × 1,024 tokens."""
+PRODUCTS = 6
+"""Products of matrices of two linear layers, forward and backward: those of a mixer, or of an MLP."""
+BLOCK_LAUNCHES = 32
+"""Operations of a block around its mixer: norms, LayerScale, MLP and sums."""
+COMPILED_BLOCK_LAUNCHES = 16 + PRODUCTS
+"""The same under torch.compile, at most, which makes few kernels of all but the products: a graph may also join
+operations of the mixer around its operators."""
 MODEL_LAUNCHES = 22
 """Operations outside the blocks for a tile of a micro-batch: embedding, last norm and loss."""
 UPDATE_LAUNCHES = 24
@@ -64,7 +70,7 @@ def step_seconds(config: PlanConfig) -> Step:
     rate = tokens / peak(config)
     found = Step(
         products=(flops.products.total + products_again) * rate / cluster.achieved_flops,
-        attention=(flops.attention.total + attention_again) * rate / cluster.achieved_attention_flops,
+        attention=(flops.attention.total + attention_again) * rate / cluster.achieved_attention_flops * busiest(config),
         operator=tokens * operator_bytes_per_token(config) / bandwidth(config) + mixer_kernel_seconds(config),
         elementwise=tokens * elementwise_bytes_per_token(config) / bandwidth(config),
         loss=bytes_moved_by_loss(config) / bandwidth(config),
@@ -75,6 +81,11 @@ def step_seconds(config: PlanConfig) -> Step:
     return found._replace(launches=max(0.0, host_seconds(config) - sum(found[:-2])))
 
 
+def busiest(config: PlanConfig) -> float:
+    """Attention of the sequence rank with the most, over the mean."""
+    return max(costs_of(config, spec).busiest for spec, _ in config.model.mixers)
+
+
 def bandwidth(config: PlanConfig) -> float:
     """Bytes per second that a copy reads and writes."""
     return config.cluster.memory_gb_s * 1e9 * config.cluster.achieved_memory_bandwidth
@@ -82,8 +93,7 @@ def bandwidth(config: PlanConfig) -> float:
 
 def mixer_kernel_seconds(config: PlanConfig) -> float:
     """Time that the kernels of operators take in a step whatever their size."""
-    around = COMPILED_BLOCK_LAUNCHES if config.train.compile else BLOCK_LAUNCHES
-    in_mixers = (operations_per_layer(config) - around - PRODUCTS) * config.model.layers
+    in_mixers = mixer_launches(config) - PRODUCTS * config.model.layers
     return KERNEL_SECONDS * config.micro_batches * tiles(config) * in_mixers
 
 
@@ -94,7 +104,8 @@ def host_seconds(config: PlanConfig) -> float:
 
 def launches(config: PlanConfig) -> float:
     """Operations that the host launches in a step."""
-    each = config.model.layers * operations_per_layer(config) + MODEL_LAUNCHES
+    around = COMPILED_BLOCK_LAUNCHES if config.train.compile else BLOCK_LAUNCHES
+    each = config.model.layers * around + mixer_launches(config) + MODEL_LAUNCHES
     return config.micro_batches * (tiles(config) * each + sum_launches(config)) + UPDATE_LAUNCHES
 
 
@@ -120,20 +131,21 @@ def peak(config: PlanConfig) -> float:
     return known
 
 
-def operations_per_layer(config: PlanConfig) -> float:
-    """Launches in a layer for a tile of a micro-batch, averaged over layers, as `benchmarks.launches` counts them."""
-    model = config.model
-    of = {spec: spec.compiled_launches() if config.train.compile else spec.launches() for spec, _ in model.mixers}
-    return sum(spec.layers(model.letters) * count for spec, count in of.items()) / model.layers
+def mixer_launches(config: PlanConfig) -> float:
+    """Launches of all mixers for a tile of a micro-batch."""
+    letters = config.model.letters
+    return sum(letters.count(spec.letter) * costs_of(config, spec).launches for spec, _ in config.model.mixers)
 
 
 def operator_bytes_per_token(config: PlanConfig) -> float:
     """Bytes per token between the projections, forward and backward, at the bandwidth of a copy."""
-    letters = config.model.letters
-    return sum(
-        spec.layers(letters) * spec.kernel_bytes(load_of(config, spec), mixer_forwards(config)) / spec.kernel_bandwidth
-        for spec, _ in config.model.mixers
-    )
+    total = 0.0
+    for spec, _ in config.model.mixers:
+        costs = costs_of(config, spec)
+        forward, backward = costs.moved or (2 * costs.stored, 3 * costs.stored)
+        moved = mixer_forwards(config) * forward + backward
+        total += config.model.letters.count(spec.letter) * moved / spec.kernel_bandwidth
+    return total
 
 
 def elementwise_bytes_per_token(config: PlanConfig) -> float:

@@ -48,7 +48,7 @@ from tost_lm.pretrain.plan.activations import (
     ELEMENT_BYTES,
     activation_bytes_per_token,
     block_bytes,
-    load_of,
+    costs_of,
     micro_batch_tokens,
     tokens_in_memory,
 )
@@ -162,7 +162,7 @@ def tile_states_bytes(config: PretrainConfig) -> float:
     states, e = 0.0, ELEMENT_BYTES[config.train.dtype]
     for spec, shape in config.model.mixers:
         with_gradients = 1 + 4 / e if spec.kept_tokens(shape) is None else 1
-        states += spec.layers(config.model.letters) * spec.state_bytes(load_of(config, spec)) * with_gradients
+        states += config.model.letters.count(spec.letter) * costs_of(config, spec).state * with_gradients
     rows = config.train.micro_batch_size * config.train.seq_len / config.row_tokens
     return math.ceil(config.row_tokens / config.tile_tokens) * states / config.parallel.tensor * rows
 

@@ -47,6 +47,8 @@ class ClusterConfig(Section):
     """Bandwidth of a node to other nodes, all adapters together, one direction, in GB/s."""
     host_memory_gb: float = Field(gt=0)
     """Host memory of a node in GB."""
+    gpu_hour_price: float | None = Field(default=None, gt=0)
+    """Price of a GPU for an hour, in any currency. With it the plan has the price of the run."""
     disk_gb_s: float = Field(default=2.0, gt=0)
     """Write rate of one rank to the shared file system in GB/s."""
     achieved_flops: float = Field(default=0.7, gt=0, le=1)

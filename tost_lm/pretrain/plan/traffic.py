@@ -4,13 +4,15 @@ import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from tost_lm.mixers.spec import gathered_tokens
 from tost_lm.model.flops import mlp_weights, parameters, vectors
-from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, load_of, micro_batch_tokens
+from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, costs_of, load_of, micro_batch_tokens
 from tost_lm.pretrain.plan.memory import logit_tiles, parameters_per_rank, reduced_at_once
 from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.sizes import ALL_GATHER_RANKS, PASSED_SLICES
+from tost_lm.sizes import rows_of_groups
 
+HEADS = "heads of attention"
 TENSORS_PER_LAYER = 10
 """Parameters of a layer, about."""
 
@@ -65,8 +67,8 @@ def recomputed_flops(config: PlanConfig) -> tuple[float, float]:
     store its input."""
     model, seq_len, products, attention = config.model, config.train.seq_len, 0.0, 0.0
     for spec, shape in model.mixers:
-        layers, again = spec.layers(model.letters), mixer_forwards(config) - 1
-        attention += layers * again * spec.attention_flops(shape, seq_len).forward
+        layers, again = model.letters.count(spec.letter), mixer_forwards(config) - 1
+        attention += layers * again * spec.flops(shape, seq_len)[0].forward
         products += layers * 2 * (again * spec.weights(shape) + (mlp_forwards(config) - 1) * mlp_weights(model))
     if config.parallel.tensor == 1:
         products -= 2 * model.width * mlps_without_output(config) * model.mlp_width
@@ -111,7 +113,7 @@ class Collectives(NamedTuple):
 def collectives(config: PlanConfig) -> list[Collectives]:
     """All collectives of a rank in a step. Raises ConfigError when the batch is not divisible by the ranks."""
     found = [*_of_replicas(config), *_of_tensor_ranks(config), *_of_sequence_ranks(config)]
-    return [one for one in found if one.ranks > 1]
+    return [one for one in found if one.ranks > 1 and one.calls]
 
 
 def _of_replicas(config: PlanConfig) -> Iterator[Collectives]:
@@ -155,10 +157,10 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     replicated = (4 if model.layer_scale else 2) * layers + 1 + (counts.positions > 0)
     calls_of_softmax, bytes_of_softmax = 0, 0.0
     for spec, shape in model.mixers:
-        replicated += spec.layers(model.letters) * spec.own_numbers(shape).replicated_tensors
-        if of_layer := spec.head_softmax_bytes(load_of(config, spec)):
-            calls_of_softmax += 2 * spec.layers(model.letters)
-            bytes_of_softmax += spec.layers(model.letters) * of_layer
+        replicated += model.letters.count(spec.letter) * spec.numbers(shape).replicated_tensors
+        if of_layer := costs_of(config, spec).head_softmax:
+            calls_of_softmax += 2 * model.letters.count(spec.letter)
+            bytes_of_softmax += model.letters.count(spec.letter) * of_layer
     # Of mixers, embedding and head, which see whole rows, and of MLPs, which see tiles.
     whole_rows, in_tiles = mixers + 2 * layers + 2, mlps + 2 * layers
     calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream / ranks
@@ -179,55 +181,57 @@ def sent_again(config: PlanConfig) -> bool:
 
 
 def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
-    """Statistics and states of mixers, in two exchanges a layer and pass for any length, and gathered keys and values
-    (with a window of a shard's last tokens).
+    """Statistics and states of mixers, in two exchanges a layer and pass for any length; tokens that are exchanged for
+    heads, or gathered keys and values (with a window of a shard's last tokens).
 
     The forward sends all again for tiles that are computed twice. In all-to-alls, a rank sends its row in one, and the
-    results for other ranks in a second one. States that ranks pass on take the place of one of the two exchanges.
+    results for other ranks in a second one. Maps of states take the place of one of the two exchanges: ranks gather
+    them in groups, then between groups.
     """
     parallel, model, k = config.parallel, config.model, config.micro_batches
-    ranks, tensor, mixers = parallel.sequence, parallel.tensor, [spec for spec, _ in model.mixers]
-    loads = {spec: load_of(config, spec) for spec in mixers}
+    ranks, tensor = parallel.sequence, parallel.tensor
+    loads = [load_of(config, spec) for spec, _ in model.mixers]
+    used = [
+        (model.letters.count(spec.letter), spec.costs(load), spec.kept_tokens(shape))
+        for (spec, shape), load in zip(model.mixers, loads, strict=True)
+    ]
     rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
-    exchanging = [spec for spec in mixers if spec.exchanged_bytes(loads[spec], backward=False)]
-    passing = [spec for spec in mixers if spec.passed_on_bytes(loads[spec])]
     backwards, again = tiles(config), sent_again(config)
     passes = tiles(config) * (1 + again) + tiles(config) - 1
-    calls, statistics = 0.0, 0.0
-    for spec in exchanging:
-        layers, exchanges = spec.layers(model.letters), 1 if spec in passing else 2
-        calls += k * layers * exchanges * (passes + backwards)
-        forward, backward = (spec.exchanged_bytes(loads[spec], backward=backward) for backward in (False, True))
-        statistics += k * rows * layers * (passes * forward + backwards * backward) / tensor
-    if ranks <= ALL_GATHER_RANKS:
+    calls, statistics, summed, row = 0.0, 0.0, 0.0, 0.0
+    for layers, costs, _ in used:
+        forward, backward = costs.exchanged
+        if forward:
+            calls += k * layers * (1 if costs.grouped[0] else 2) * (passes + backwards)
+            statistics += k * rows * layers * (passes * forward + backwards * backward) / tensor
+        # States between tiles: forward, again in the second forward, and backward.
+        if costs.summed:
+            times = (tiles(config) - 1) * (3 + again) * k * layers
+            summed += times
+            row += rows * times * costs.summed / tensor
+    if loads[0].gathers:
         yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
+        yield Collectives("states after tiles", "all-gather", summed, row, ranks, tensor)
     else:
-        sent = loads[mixers[0]].exchanged_rows * statistics
+        sent = loads[0].exchanged_rows * statistics
         yield Collectives("sequence statistics", "all-to-all", 2 * calls, sent, ranks, tensor)
-    # States between tiles: forward, again in the second forward, and backward.
-    summed, row = 0.0, 0.0
-    for spec in mixers:
-        if of_layer := spec.summed_bytes(loads[spec]):
-            times = (tiles(config) - 1) * (3 + again) * k
-            summed += times * spec.layers(model.letters)
-            row += rows * times * spec.layers(model.letters) * of_layer / tensor
-    if summed:
-        kind, times = ("all-gather", 1) if ranks <= ALL_GATHER_RANKS else ("all-to-all", 2)
-        yield Collectives("states after tiles", kind, times * summed, times * row, ranks, tensor)
-    for spec in passing:
-        times = (passes + backwards) * k * spec.layers(model.letters)
-        hops = times * (ranks + PASSED_SLICES - 2)
-        # On average: the last rank does not pass states on, nor the first one gradients.
-        sent = times * rows * spec.passed_on_bytes(loads[spec]) / tensor * (ranks - 1) / ranks
-        yield Collectives("states passed on", "all-to-all", hops, sent, ranks, tensor)
-    for spec in mixers:
-        starts = range(0, config.row_tokens, config.tile_tokens)
-        sizes = [min(config.tile_tokens, config.row_tokens - start) for start in starts]
-        of_tiles = [spec.gathered_tokens(loads[spec], size) for size in sizes]
-        if not of_tiles[0].channels:
-            continue
+        yield Collectives("states after tiles", "all-to-all", 2 * summed, 2 * row, ranks, tensor)
+    for layers, costs, _ in used:
+        forward, backward = costs.grouped
+        calls = 2 * k * layers * (passes + backwards) if forward else 0
+        sent = rows * k * layers * (passes * forward + backwards * backward) / tensor * rows_of_groups(ranks)
+        yield Collectives("maps of states", "all-to-all", calls, sent, ranks, tensor)
+    for layers, costs, _ in used:
+        forwards = 1 + again + fraction_computed_twice(config)
+        sent = k * layers * micro_batch_tokens(config) * (forwards + 1) * costs.dealt / tensor
+        calls = 2 * k * layers * (passes + backwards) if costs.dealt else 0
+        yield Collectives(HEADS, "all-to-all", calls, sent, ranks, tensor)
+    starts = range(0, config.row_tokens, config.tile_tokens)
+    sizes = [min(config.tile_tokens, config.row_tokens - start) for start in starts]
+    for layers, costs, kept in used:
+        of_tiles = [gathered_tokens(kept, size / ranks) for size in sizes] if costs.gathered_channels else []
         # Without a window, those of all earlier tiles are gathered for each tile in every pass and in the backward.
-        earlier = [of_tiles[:n] if spec.kept_tokens(loads[spec].shape) is None else [] for n in range(len(of_tiles))]
+        earlier = [of_tiles[:n] if kept is None else [] for n in range(len(of_tiles))]
         before, before_last = ([one for of_tile in some for one in of_tile] for some in (earlier, earlier[:-1]))
         in_second = float(bool(fraction_computed_twice(config)))
         scattered = [(1.0, of_tiles), (1.0, before)]
@@ -235,10 +239,10 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
             (1 + again, of_tiles), (in_second, of_tiles[:-1]),
             (2 + is_computed_again(config), before), (in_second, before_last),
         ]  # fmt: skip
-        times = k * spec.layers(model.letters) * micro_batch_tokens(config) * ranks / config.row_tokens
-        e, calls = ELEMENT_BYTES[config.train.dtype], k * spec.layers(model.letters)
+        e, calls = ELEMENT_BYTES[config.train.dtype], k * layers
+        times = calls * micro_batch_tokens(config) * ranks / config.row_tokens
         once, sent = (
-            times * sum(n * sum(one.tokens for one in some) for n, some in gathers) * of_tiles[0].channels / tensor
+            times * sum(n * sum(some) for n, some in gathers) * costs.gathered_channels / tensor
             for gathers in (scattered, gathered)
         )
         scatters, gathers = (calls * sum(n * len(some) for n, some in of_kind) for of_kind in (scattered, gathered))

@@ -13,7 +13,7 @@ from tost_lm.config import load_config
 from tost_lm.mixers.softmax.spec import SOFTMAX
 from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.pretrain.plan import estimate as plan
-from tost_lm.pretrain.plan.activations import load_of
+from tost_lm.pretrain.plan.activations import costs_of
 from tost_lm.pretrain.plan.memory import parameters_per_rank, peak_moment
 from tost_lm.pretrain.plan.settings import PlanConfig
 
@@ -116,7 +116,7 @@ def test_kernels_of_softmax_attention(tokens: int):
     rows = max(1, TOKENS // tokens)
     words = (f"train.seq_len={tokens}", "model.pattern=A", f"model.max_positions={tokens}")
     config = planned("owt_tost_base", rows, words)
-    outside = SOFTMAX.kernel_bytes(load_of(config, SOFTMAX), 1) / COPY * tokens * rows  # rotary embedding and copies
+    outside = 5 * costs_of(config, SOFTMAX).stored / COPY * tokens * rows  # rotary embedding and copies
     attention = plan.step_seconds(config).attention / LAYERS
     attention += outside / SOFTMAX.kernel_bandwidth - outside
     measured = seconds_of(f"softmax attention, {rows} × {tokens:,} tokens, forward + backward")

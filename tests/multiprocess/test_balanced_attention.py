@@ -1,0 +1,129 @@
+"""Sequence ranks that split heads of softmax attention, or share them and split queries by their work, compute what one
+process computes, and have equal work."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from test_exactness import OFFSETS, loss_and_gradients, mesh_of, packed_batch, whole
+from torch import Tensor
+from training_on_layouts import T, build_model
+
+from tost_lm.mixers.shape import MixerShape
+from tost_lm.mixers.softmax import layer
+from tost_lm.mixers.softmax.attention import Documents
+from tost_lm.mixers.softmax.cache import KeysAndValues
+from tost_lm.mixers.softmax.layer import SoftmaxMixer
+from tost_lm.mixers.softmax.settings import SoftmaxSettings
+from tost_lm.ops.cross_entropy import IGNORED_LABEL
+from tost_lm.ops.layout import Dealt, SequenceSplit
+from tost_lm.ops.positions import SequenceInfo
+from tost_lm.parallel.apply import parallelize
+from tost_lm.parallel.mesh import all_reduce
+from tost_lm.pretrain.tiled import TiledLM, tile
+from tost_lm.testing import assert_close, run_on_ranks
+
+HEADS = [(4, 2), (2, 1), (6, 2), (3, 3)]
+"""Of queries and of keys: on 4 ranks 4 groups of heads; 2, whose two ranks share queries; 2; none."""
+CASES = [
+    (heads, tile_tokens, offsets)
+    for heads in HEADS
+    for tile_tokens, offsets in [(None, None), (None, OFFSETS[0]), (7, None), (7, OFFSETS[1]), (9, OFFSETS[2])]
+]
+
+
+def drawn_model(heads: tuple[int, int]) -> TiledLM:
+    softmax = {"kv_heads": heads[1], "qk_norm": "all-heads", "gate": True, "head_size": 4}
+    return build_model(pattern="DA", layers=2, heads=heads[0], width=12, positions="none", softmax=softmax).double()
+
+
+def balanced_on_ranks(sequence: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    mesh, (tokens, labels) = mesh_of(1, sequence), packed_batch()
+    found = []
+    for heads, tile_tokens, offsets in CASES:
+        model, tiling = parallelize(drawn_model(heads), mesh), tile(mesh, T, tile_tokens or T)
+        here = torch.cat([torch.arange(*one.columns) for one in tiling.tiles])
+        options = {"cu_seqlens": offsets and torch.tensor(offsets), "label_count": (labels != IGNORED_LABEL).sum()}
+        loss, gradients = loss_and_gradients(model, tokens[:, here], labels[:, here], tiling=tiling, **options)
+        gradients = {name: all_reduce(x, mesh.sequence) for name, x in gradients.items()}
+        found.append((all_reduce(loss, mesh.sequence), whole(gradients, model, mesh)))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_float64(ranks: int):
+    tokens, labels = packed_batch()
+    found = run_on_ranks(balanced_on_ranks, ranks, ranks)
+    for at, (heads, tile_tokens, offsets) in enumerate(CASES):
+        cu_seqlens = offsets and torch.tensor(offsets)
+        true_loss, true = loss_and_gradients(drawn_model(heads), tokens, labels, cu_seqlens=cu_seqlens)
+        for record in found:
+            loss, gradients = record[at]
+            assert_close(loss, true_loss, 1e-10, f"loss of {heads}, {tile_tokens}, {offsets}")
+            assert gradients.keys() == true.keys()
+            for name, gradient in true.items():
+                assert_close(gradients[name], gradient, 1e-10, f"{name} of {heads}, {tile_tokens}, {offsets}")
+
+
+ROW, CHANNELS = 8192, 2
+LOGNORMAL = np.random.default_rng(0).lognormal(6, 1.5, 100).astype(int) + 1
+DOCUMENTS = {
+    "one": [ROW],
+    "half a row": [ROW // 2, *[ROW // 64] * 32],
+    "half a row, last": [*[ROW // 64] * 32, ROW // 2],
+    "lognormal": np.diff(np.minimum(np.append(0, LOGNORMAL.cumsum()), ROW)).tolist(),
+}
+"""Tokens of the documents of a row."""
+
+
+class FakeShard:
+    """A shard whose other ranks hold zeros."""
+
+    def __init__(self, split: SequenceSplit):
+        self.split = split
+
+    def deal(self, parts: Sequence[Dealt], *xs: Tensor) -> list[Tensor]:
+        rank = self.split.rank
+        return [
+            x.new_zeros(
+                1,
+                len(range(*part.heads[rank].indices(64))),
+                sum(s.stop - s.start for s in part.tokens[rank]),
+                x.shape[3],
+            )
+            for part, x in zip(parts, xs, strict=True)
+        ]
+
+    def collect(self, part: Dealt, y: Tensor, heads: int) -> Tensor:
+        return y.new_zeros(1, heads, self.split.lengths[self.split.rank], y.shape[3])
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize(("ranks", "limit"), [(2, 1.05), (4, 1.05), (8, 1.05), (16, 1.05), (32, 1.15), (64, 1.15)])
+@torch.no_grad()
+def test_every_rank_has_equal_work(monkeypatch: pytest.MonkeyPatch, ranks: int, limit: float, documents: str):
+    """The products of queries with keys, as the attention kernel is called: 16 heads of queries, 4 of keys."""
+    pairs = 0
+
+    def count(q: Tensor, kv: KeysAndValues, window: int, of_documents: Documents | None = None) -> Tensor:
+        nonlocal pairs
+        for queries, keys in zip(*(of_documents or ((q.shape[2],), (kv[0].shape[2],))), strict=True):
+            pairs += q.shape[1] * (queries * keys - queries * (queries - 1) // 2)
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(layer, "attend", count)
+    shape = MixerShape(16 * CHANNELS, 16, False, 1e-5, False, ROW, SoftmaxSettings(kv_heads=4, rope_theta=0.0))
+    mixer, offsets, work = (
+        SoftmaxMixer(shape),
+        torch.tensor([0, *np.cumsum([n for n in DOCUMENTS[documents] if n])]),
+        [],
+    )
+    for rank in range(ranks):
+        pairs, split = 0, SequenceSplit.even(ROW, ranks, rank)
+        info = SequenceInfo.of(torch.zeros(1, split.lengths[rank]), None, offsets, FakeShard(split), output_state=False)  # pyright: ignore[reportArgumentType]
+        mixer(torch.zeros(1, split.lengths[rank], shape.width), None, info)
+        work.append(pairs)
+    lengths = offsets.diff().double()
+    assert sum(work) == 16 * int((lengths * (lengths + 1) / 2).sum())
+    assert max(work) <= limit * sum(work) / ranks

@@ -1,0 +1,150 @@
+"""The boundary between training and what divides a model over ranks: `fsdp` and `zero` (DeepSpeed) implement it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tost_lm.model.block import LMOutput
+from tost_lm.model.lm import TostLM
+from tost_lm.parallel.mesh import Mesh
+from tost_lm.parallel.rank_weights import draw_on_rank, slice_of
+from tost_lm.sizes import CAST_ELEMENTS
+
+Moments = Iterator[tuple[str, str, Tensor]]
+
+
+class Engine(ABC):
+    """A model that is divided over ranks, and its optimizer. All ranks call its methods together.
+
+    The average of gradients is over micro-batches and over data × sequence ranks. So a rank's loss must be the sum over
+    its labelled tokens · micro-batches · ranks / labelled tokens of the global batch. In bfloat16, gradients are summed
+    and sent as float32.
+    """
+
+    mesh: Mesh
+    module: TostLM
+    """The model. Its parameters may be partitions, and other tensors in a call: see `parameters`."""
+    parameters: Mapping[str, nn.Parameter]
+    """By name: this rank's memory of each parameter, marked with its `slice_of`."""
+    drives_tiles: bool
+    """Whether a micro-batch may have several backwards, one for each tile."""
+
+    @property
+    @abstractmethod
+    def has_replicas(self) -> bool:
+        """Whether ranks have equal copies of all weights and of the optimizer's state."""
+
+    @abstractmethod
+    def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
+        """Call the model, whose weights are gathered."""
+
+    @property
+    def as_module(self) -> nn.Module:
+        """The model; its calls are those of the engine."""
+        return _Module(self)
+
+    @abstractmethod
+    def set_training(self, training: bool) -> None:
+        """Whether the next calls train."""
+
+    @abstractmethod
+    def backward(
+        self,
+        loss: Tensor,
+        states: Sequence[Tensor] = (),
+        d_states: Sequence[Tensor] = (),
+        *,
+        ends_micro_batch: bool = True,
+        ends_step: bool = True,
+    ) -> None:
+        """The backward after the call that computed a loss.
+
+        Args:
+            states, d_states: with `drives_tiles`, tensors of the final state and their gradients.
+            ends_micro_batch: no tile of the micro-batch follows.
+            ends_step: no micro-batch of the step follows.
+        """
+
+    @abstractmethod
+    def update(self, lr: float, is_allowed: Callable[[float], bool]) -> float:
+        """After the last backward: update the weights with a learning rate if `is_allowed(norm)`; otherwise weights and
+        optimizer stay as they are.
+
+        Returns:
+            The global gradient norm before clipping, equal on every rank; inf if it is not finite. Then the update is
+            skipped in any case.
+        """
+
+    @abstractmethod
+    def full_weights(self, into: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole float32 tensor on the CPU) of every parameter, one at a time. All ranks must exhaust it.
+
+        With `into`, host tensors by name, it copies into these and yields only them on this rank.
+        """
+
+    @abstractmethod
+    def statistics(self) -> dict[str, tuple[str, ...]]:
+        """Names of what the optimizer keeps of each parameter."""
+
+    @abstractmethod
+    def full_moments(self, into: dict[str, Tensor] | None = None) -> Moments:
+        """(parameter, statistic, whole tensor on the CPU) of the optimizer state, one at a time; none before the first
+        update. All ranks must exhaust it; `into` as in `full_weights`, named statistic/parameter."""
+
+    @abstractmethod
+    def own_state(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of this rank's optimizer memory, not copied: float32 weights or partitions and, after a step
+        or `create_state`, their statistics."""
+
+    @abstractmethod
+    def create_state(self, step: int) -> None:
+        """The optimizer state of a new engine after `step` updates, with statistics of zeros."""
+
+    @abstractmethod
+    def set_state(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Set weights and optimizer state, one tensor at a time, under any parallel layout.
+
+        Args:
+            tensors: by parameter name the weight, or by statistic/name the optimizer's, after `create_state`: float32,
+                the slice of this tensor rank.
+        """
+
+    def draw_weights(self) -> None:
+        """Draw the weights of a new engine, as `TostLM` does."""
+        self.set_state(draw_on_rank(self.parameters, self.module.config, self.mesh.tensor))
+
+
+class _Module(nn.Module):
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.model, self._engine = engine.module, engine
+
+    def forward(self, *arguments: Any, **options: Any) -> LMOutput:
+        return self._engine(*arguments, **options)
+
+
+def whole_tensor(ours: Tensor, parameter: nn.Parameter, mesh: Mesh) -> Tensor:
+    """`ours`, of a parameter, gathered over tensor ranks; may alias the memory that is trained on."""
+    tensor_slice = slice_of(parameter)
+    return ours.detach() if tensor_slice is None else tensor_slice.gather(ours.detach().to(mesh.device), mesh.tensor)
+
+
+def on_host(whole: Tensor, target: Tensor | None) -> Tensor:
+    """A copy on the CPU, in `target` if given."""
+    return whole.to("cpu", copy=True) if target is None else target.copy_(whole)
+
+
+def counted_once(pairs: Iterable[tuple[nn.Parameter, Tensor]], mesh: Mesh) -> list[Tensor]:
+    """The gradients of this tensor rank; those of parameters that all of them have, on the first one."""
+    return [gradient for parameter, gradient in pairs if mesh.tensor.rank == 0 or slice_of(parameter) is not None]
+
+
+def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
+    """In float64: a CPU adds up float32 squares with relative errors of up to 1e-4. torch casts them first."""
+    portions = chain.from_iterable(gradient.flatten().split(CAST_ELEMENTS) for gradient in gradients)
+    norms = [torch.linalg.vector_norm(portion, dtype=torch.float64) for portion in portions]
+    return torch.stack(norms).square().sum()

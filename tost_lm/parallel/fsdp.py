@@ -1,0 +1,393 @@
+"""Engines on torch alone: `ShardedEngine` on `fully_shard`, and `PlainEngine` without a wrapper.
+
+The optimizer has the parameters that the model had before: their memory becomes this rank's float32 weights, and they
+keep the marks that `fully_shard` would drop. The model gets others, which compute in float32 or bfloat16.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from tost_lm import sizes
+from tost_lm.errors import ConfigError
+from tost_lm.model.block import LMOutput
+from tost_lm.model.lm import TostLM
+from tost_lm.optim.interface import statistics_of
+from tost_lm.parallel.agreement import communication_device
+from tost_lm.parallel.engine import Engine, Moments, counted_once, on_host, sum_of_squares, whole_tensor
+from tost_lm.parallel.mesh import Axis, Mesh, all_reduce
+from tost_lm.parallel.rank_weights import allocate, replace_parameter, slice_of
+from tost_lm.parallel.settings import ParallelConfig
+
+Item = TypeVar("Item")
+
+
+class TorchEngine(Engine):
+    """What both engines do alike, with the float32 weights, gradients and statistics of `parameters`."""
+
+    drives_tiles = True
+
+    def __init__(
+        self, model: TostLM, optimizer: torch.optim.Optimizer, mesh: Mesh, accumulation: int, grad_clip: float
+    ) -> None:
+        self.module, self.mesh = model, mesh
+        self.parameters = dict(model.named_parameters())
+        self._optimizer, self._accumulation, self._grad_clip = optimizer, accumulation, grad_clip
+
+    @abstractmethod
+    def _collect(self) -> None:
+        """Move the gradients of this step, averaged over data × sequence ranks, to `parameters`."""
+
+    @abstractmethod
+    def _publish(self) -> None:
+        """Let the next call use the weights of `parameters`."""
+
+    @abstractmethod
+    def _gathered(self, parameter: nn.Parameter, ours: Tensor) -> Tensor:
+        """A tensor like a parameter, gathered over data × sequence ranks."""
+
+    @abstractmethod
+    def _own(self, value: Tensor) -> Tensor:
+        """What this rank keeps of the value of a parameter."""
+
+    @property
+    @abstractmethod
+    def _norm_divisor(self) -> int:
+        """Ranks among data × sequence ranks that have each gradient after `_collect`."""
+
+    def set_training(self, training: bool) -> None:
+        self.module.train(training)
+
+    def backward(
+        self,
+        loss: Tensor,
+        states: Sequence[Tensor] = (),
+        d_states: Sequence[Tensor] = (),
+        *,
+        ends_micro_batch: bool = True,
+        ends_step: bool = True,
+    ) -> None:
+        torch.autograd.backward([loss, *states], [torch.full_like(loss, 1 / self._accumulation), *d_states])
+
+    def collect(self) -> None:
+        """Reduce the gradients of this step, to those of `parameters`."""
+        self._collect()
+        replicated = [p.grad for p in self.parameters.values() if p.grad is not None and slice_of(p) is None]
+        _sum_over(self.mesh.tensor, replicated)  # each rank's gradient covers its own tokens only
+
+    def update(self, lr: float, is_allowed: Callable[[float], bool]) -> float:
+        self.collect()
+        used = [(p, p.grad) for p in self.parameters.values() if p.grad is not None]
+        squares = sum_of_squares(counted_once(used, self.mesh)).to(self.mesh.device)
+        total = all_reduce(all_reduce(squares, self.mesh.tensor), self.mesh.replicas) / self._norm_divisor
+        if self._grad_clip:
+            nn.utils.clip_grads_with_norm_([p for p, _ in used], self._grad_clip, total.sqrt().float())
+        norm = math.sqrt(float(total))
+        if math.isfinite(norm) and is_allowed(norm):
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self._publish()
+        self._optimizer.zero_grad()
+        return norm if math.isfinite(norm) else math.inf
+
+    def full_weights(self, into: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.parameters.items():
+            whole = self.whole(parameter, parameter.detach())
+            if into is None or name in into:
+                yield name, on_host(whole, into[name] if into else None)
+
+    def statistics(self) -> dict[str, tuple[str, ...]]:
+        return {name: statistics_of(self._optimizer, parameter) for name, parameter in self.parameters.items()}
+
+    def full_moments(self, into: dict[str, Tensor] | None = None) -> Moments:
+        for name, parameter in self.parameters.items():
+            for key, ours in self._state_of(parameter):
+                whole = self.whole(parameter, ours)
+                if into is None or f"{key}/{name}" in into:
+                    yield name, key, on_host(whole, into[f"{key}/{name}"] if into else None)
+
+    def own_state(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.parameters.items():
+            yield name, parameter.detach()
+            for key, value in self._state_of(parameter):
+                yield f"{key} of {name}", value
+
+    def create_state(self, step: int) -> None:
+        for parameter in self.parameters.values():
+            # torch creates the state in its first step.
+            state = {key: torch.zeros_like(parameter) for key in statistics_of(self._optimizer, parameter)}
+            count = torch.tensor(float(step), device=parameter.device)
+            self._optimizer.state[parameter] = {"step": count, **state}
+
+    @torch.no_grad()
+    def set_state(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for label, local in tensors:
+            statistic, _, name = label.rpartition("/")
+            parameter = self.parameters[name]
+            (self._optimizer.state[parameter][statistic] if statistic else parameter).copy_(self._own(local))
+        self._publish()
+
+    def _state_of(self, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
+        state = self._optimizer.state.get(parameter, {})
+        return [(key, value) for key, value in state.items() if torch.is_tensor(value) and value.dim() > 0]
+
+    def whole(self, parameter: nn.Parameter, ours: Tensor) -> Tensor:
+        """A tensor like a parameter, gathered over all ranks; may alias the memory that is trained on."""
+        return whole_tensor(self._gathered(parameter, ours), parameter, self.mesh)
+
+
+class PlainEngine(TorchEngine):
+    """Each rank has all weights and the optimizer's state: ZeRO stage 0, or a single data × sequence rank.
+
+    In float32 the model's weights are those of `parameters`. In bfloat16 they are copies, and the gradients of each
+    backward are added to float32 sums.
+    """
+
+    def __init__(
+        self,
+        model: TostLM,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        accumulation: int,
+        grad_clip: float,
+        *,
+        bfloat16: bool,
+    ) -> None:
+        super().__init__(model, optimizer, mesh, accumulation, grad_clip)
+        self._bfloat16 = bfloat16
+        for name, parameter in self.parameters.items():
+            weight = parameter.detach()
+            replace_parameter(model, name, nn.Parameter(weight.bfloat16() if bfloat16 else weight))
+        self._weights = list(zip(self.parameters.values(), model.parameters(), strict=True))
+
+    @property
+    def has_replicas(self) -> bool:
+        return self.mesh.replicas.size > 1
+
+    def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
+        return self.module(*arguments, **options)
+
+    @torch.no_grad()
+    def backward(self, *arguments: Any, **options: Any) -> None:
+        super().backward(*arguments, **options)
+        if self._bfloat16:
+            self._add_gradients()
+
+    def _add_gradients(self) -> None:
+        for parameter, weight in self._weights:
+            if weight.grad is not None and parameter.grad is not None:
+                parameter.grad += weight.grad
+            elif weight.grad is not None:
+                parameter.grad = weight.grad.to(parameter.dtype)
+            weight.grad = None
+
+    def _collect(self) -> None:
+        self._add_gradients()
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        _sum_over(self.mesh.replicas, gradients, divisor=self.mesh.replicas.size)
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        if self._bfloat16:
+            for parameter, weight in self._weights:
+                weight.copy_(parameter)
+
+    def _gathered(self, parameter: nn.Parameter, ours: Tensor) -> Tensor:
+        return ours
+
+    def _own(self, value: Tensor) -> Tensor:
+        return value
+
+    @property
+    def _norm_divisor(self) -> int:
+        return self.mesh.replicas.size
+
+
+class ShardedEngine(TorchEngine):
+    """ZeRO stages 1 to 3: each rank has a shard of each parameter's first dimension, its gradient and statistics.
+
+    Weights are gathered for a step at stages 1 and 2, for the forward and for the backward of a bucket of blocks at
+    stage 3. Gradients are reduced, in float32 or wider, during the last backward of a step (1), the last of each
+    micro-batch (2) or each one (3).
+    """
+
+    def __init__(
+        self,
+        model: TostLM,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        accumulation: int,
+        grad_clip: float,
+        *,
+        bfloat16: bool,
+        parallel: ParallelConfig,
+    ) -> None:
+        super().__init__(model, optimizer, mesh, accumulation, grad_clip)
+        self._stage = parallel.zero_stage
+        for name, parameter in self.parameters.items():
+            if not parameter.dim():
+                raise ConfigError(
+                    f"parallel.zero_stage {self._stage} cannot shard {name}, which has no dimensions; give it the "
+                    "shape [1] in its layer, or set parallel.zero_stage = 0"
+                )
+        self._root: Any = _Root(model)
+        _shard(self._root, mesh, parallel, bfloat16=bfloat16)
+        self._shard_of: dict[nn.Parameter, Any] = dict(zip(self.parameters.values(), model.parameters(), strict=True))
+        """The DTensor that has the memory of a parameter, and receives its gradient."""
+        for parameter, shard in self._shard_of.items():
+            parameter.data = shard.detach().to_local()
+
+    @property
+    def has_replicas(self) -> bool:
+        return False
+
+    def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
+        return self._root(_Call(arguments, options))
+
+    def backward(
+        self,
+        loss: Tensor,
+        states: Sequence[Tensor] = (),
+        d_states: Sequence[Tensor] = (),
+        *,
+        ends_micro_batch: bool = True,
+        ends_step: bool = True,
+    ) -> None:
+        ends_step = ends_step and ends_micro_batch
+        reduces = {1: ends_step, 2: ends_micro_batch, 3: True}[self._stage]
+        self._root.set_requires_gradient_sync(reduces)
+        self._root.set_reshard_after_backward(ends_step or self._stage == 3)
+        super().backward(loss, states, d_states)
+
+    def _collect(self) -> None:
+        for parameter, shard in self._shard_of.items():
+            if shard.grad is not None:
+                parameter.grad, shard.grad = shard.grad.to_local(), None
+
+    def _publish(self) -> None:
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _gathered(self, parameter: nn.Parameter, ours: Tensor) -> Tensor:
+        shard = self._shard_of[parameter]
+        return DTensor.from_local(
+            ours.to(self.mesh.device), shard.device_mesh, shard.placements, shape=shard.shape, stride=shard.stride()
+        ).full_tensor()
+
+    def _own(self, value: Tensor) -> Tensor:
+        rank, rows = self.mesh.replicas.rank, -(-len(value) // self.mesh.replicas.size)
+        return value[rank * rows : (rank + 1) * rows]
+
+    @property
+    def _norm_divisor(self) -> int:
+        return 1
+
+
+class _Call:
+    """Arguments of the model. `fully_shard` looks into tuples: it would copy offsets of documents to the device."""
+
+    def __init__(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.arguments, self.options = arguments, options
+
+
+class _Root(nn.Module):
+    def __init__(self, model: TostLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: _Call) -> LMOutput:
+        return self.model(*call.arguments, **call.options)
+
+
+def _shard(root: _Root, mesh: Mesh, parallel: ParallelConfig, *, bfloat16: bool) -> None:
+    gathers_again = parallel.zero_stage == 3
+    options: dict[str, Any] = {
+        "mesh": DeviceMesh.from_group(mesh.replicas.group, mesh.device.type),
+        # Not the inputs, which would round float32 states, the residual stream and counts.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if bfloat16 else None,
+            reduce_dtype=torch.float32 if bfloat16 else None,
+            cast_forward_inputs=False,
+        ),
+        "offload_policy": (
+            OffloadPolicy() if parallel.offload == "none" else CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+        ),
+    }
+    buckets = _buckets(root.model.blocks, lambda block: sum(parameter.numel() for parameter in block.parameters()))
+    if len(buckets) > 1 or gathers_again:
+        for bucket in buckets:
+            fully_shard(bucket, reshard_after_forward=gathers_again, **options)
+    if gathers_again and root.model.head.weight is not None:
+        fully_shard(root.model.embedding, reshard_after_forward=True, **options)
+    # Its weights are needed first and last; `logits` are computed after the call.
+    fully_shard(root, reshard_after_forward=False, **options)
+
+
+def _buckets(items: Iterable[Item], size: Callable[[Item], int]) -> list[list[Item]]:
+    """Consecutive items that are sent at once, of at least BUCKET_ELEMENTS elements, but for the last ones."""
+    buckets: list[list[Item]] = []
+    elements = sizes.BUCKET_ELEMENTS
+    for item in items:
+        if elements >= sizes.BUCKET_ELEMENTS:
+            buckets, elements = [*buckets, []], 0
+        buckets[-1].append(item)
+        elements += size(item)
+    return buckets
+
+
+def _sum_over(axis: Axis, gradients: Sequence[Tensor], divisor: int = 1) -> None:
+    """Sum gradients over the ranks of an axis and divide them, in place."""
+    if axis.size == 1:
+        return
+    device = communication_device()
+    for bucket in _buckets(gradients, Tensor.numel):
+        flat = torch.cat([gradient.flatten().to(device) for gradient in bucket])
+        totals = all_reduce(flat, axis).div_(divisor).split([gradient.numel() for gradient in bucket])
+        for gradient, total in zip(bucket, totals, strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def allocate_for_engine(model: nn.Module, mesh: Mesh, parallel: ParallelConfig, *, bfloat16: bool) -> None:
+    """Give a model on the meta device the memory that `build_engine` needs; `set_state` sets the values afterwards."""
+    # `fully_shard` copies weights into shards of its own: without `shared` there would be whole weights, too.
+    allocate(model, mesh.device, torch.float32, shared=not _is_plain(mesh, parallel))
+
+
+def build_engine(
+    model: TostLM,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    *,
+    micro_batch_size: int,
+    accumulation: int,
+    grad_clip: float,
+    bfloat16: bool,
+) -> TorchEngine:
+    """An engine around a model after `parallelize` that is on its device, with values or without (`allocate`).
+
+    Raises:
+        ConfigError: a parameter cannot be sharded.
+    """
+    if _is_plain(mesh, parallel):
+        return PlainEngine(model, optimizer, mesh, accumulation, grad_clip, bfloat16=bfloat16)
+    return ShardedEngine(model, optimizer, mesh, accumulation, grad_clip, bfloat16=bfloat16, parallel=parallel)
+
+
+def _is_plain(mesh: Mesh, parallel: ParallelConfig) -> bool:
+    return parallel.zero_stage == 0 or (mesh.replicas.size == 1 and parallel.offload == "none")
