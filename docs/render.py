@@ -9,6 +9,7 @@ compares the pages with what this program would write. The results come from the
 - results/comparison: `python -m experiments.comparison`, one file for each run.
 - results/mqar.json: `python -m experiments.mqar experiments/mqar.toml`, as it stores it in runs/mqar.
 - results/needle_NAME.json: `tost eval`, with the commands that the file has, and what they ran on.
+- results/servers.json: `pytest --full --record results/tests.json tests/full/test_servers.py`.
 - results/tests.json: `pytest --record`, the last run of each test file.
 
 Plans are computed, as `tost plan` does.
@@ -160,6 +161,26 @@ def in_brief(_: str) -> str:
     return evidence(stored("text"), about)
 
 
+def servers(_: str) -> str:
+    """What servers made of exports, by form and tokenizer."""
+    rows = json.loads((RESULTS / "servers.json").read_text())["rows"]
+    classes = {row["form"]: row["model_class"] for row in rows if "model_class" in row}
+    found = {(row["server"], row["form"], row["tokenizer"]): row for row in rows if "equal" in row}
+    keys = dict.fromkeys([*((form, "SentencePiece") for form in classes), *(key[1:] for key in found)])
+    cells = [
+        (form, tokenizer, classes[form], _continued(found.get(("vLLM", form, tokenizer))),
+         _continued(found.get(("llama.cpp", form, tokenizer))))
+        for form, tokenizer in keys
+    ]  # fmt: skip
+    return table(("convert.to", "tokenizer", "class of vLLM", "vLLM", "llama.cpp"), cells)
+
+
+def _continued(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "not run"
+    return f"{row['equal']} of {row['texts']} texts, {row['dtype']}: {row['difference']:.1e} (here {row['own']:.1e})"
+
+
 def guarantees(old: str) -> str:
     """The same rows with the last run of the tests that each names."""
     homes = {path.name: path for path in TESTS.rglob("test_*.py")}
@@ -218,7 +239,7 @@ def tests() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands, "gpu": gpu, "guarantees": guarantees, "status": status, "comparison": comparison,
-    "evidence": in_brief, "qwen3_5": qwen3_5, "recall": recall, "mqar": mqar,
+    "evidence": in_brief, "qwen3_5": qwen3_5, "recall": recall, "mqar": mqar, "servers": servers,
     **{f"benchmark-{name}": partial(benchmark, name) for name in ("long", "storage")},
     **{f"needle-{name}": partial(needles, name) for name in ("smollm2", "longer")},
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Folders of public hybrids as users have them: converted, trained in tiles on sequence ranks, written back."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from hf_tokenizers import TEXTS, byte_level
 from programs import curve, refusal, refusal_here, run, run_here, snapshot
 from public_layers import run_in_torch
 from public_models import write_olmo_hybrid, write_qwen3_5
+from safetensors.torch import load_file, save_file
 from tokenizers import normalizers
 
 import tost_lm
@@ -122,6 +124,14 @@ def test_training_in_tiles_on_sequence_ranks_is_that_of_one_process(workplace: P
     words = [sys.executable, "-c", FRESH, f"back/{name}", json.dumps([PROMPT.tolist(), GENERATED])]
     printed = subprocess.run(words, cwd=workplace, check=True, capture_output=True, text=True).stdout
     assert json.loads(printed) == expected
+
+
+def test_what_is_left_out_is_named(workplace: Path, tmp_path: Path):
+    shutil.copytree(workplace / "Qwen", tmp_path / "Qwen")
+    path = tmp_path / "Qwen/model.safetensors"
+    save_file(load_file(path) | {"mtp.fc.weight": torch.ones(2)}, path, metadata={"format": "pt"})
+    printed = run_here("tost convert", "Qwen", "convert.folder=ours", cwd=tmp_path)
+    assert "\nleft out: mtp (several tokens at once)\n" in printed
 
 
 def test_mistakes_are_named(workplace: Path, tmp_path: Path):

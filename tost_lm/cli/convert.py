@@ -152,6 +152,7 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
         f"{source}: {config.layers} layers, {config.layer_kinds}; width {config.width}, {config.heads} heads, "
         f"vocabulary {config.vocab_size:,}, {config.context_length:,} positions; {count:,} parameters without "
         f"positions{trained}",
+        *([f"left out: {', '.join(found.left_out)}"] if found.left_out else []),
         f"written to {conversion.folder}: tost generate {conversion.folder}",
     ]
 

@@ -25,6 +25,8 @@ class ForeignModel(NamedTuple):
     """AdamW's moments, float32, by the labels of our checkpoints (`exp_avg/NAME`); empty: none that fit the weights."""
     updates: int = 0
     """AdamW's step count."""
+    left_out: tuple[str, ...] = ()
+    """Parts of the source that the model does not have."""
 
 
 class ForeignFormat(NamedTuple):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tost_lm.checkpointing.format import CARD, CONVERSION, StoredTensors, read_model_config, write_tensors
 from tost_lm.config import leaves, validate
-from tost_lm.data.tokenizers import HfTokenizer, Tokenizer, find_tokenizer, read_tokenizer
+from tost_lm.data.tokenizers import HfTokenizer, SentencePieceTokenizer, Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.hf import hf_tokenizer
 from tost_lm.data.tokenizers.lossless import FORMS
 from tost_lm.errors import CheckpointError, ConfigError, DataError, first_line
@@ -65,6 +65,8 @@ some reserve memory for as many tokens."""
 
 IGNORED = re.compile(r"^mtp\.|^model\.visual\.|\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 """In files, weights of other parts than the text part, and constants."""
+OTHER_PARTS = {"model.visual.": "images", "mtp.": "mtp (several tokens at once)"}
+"""By the beginning of their weights' names in files, parts that are not read."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
 """The beginning of the library's name of a layer's weight."""
@@ -147,7 +149,9 @@ class PublicForm:
             weights[name] = weights[name].float()
         if head and not torch.equal(head.weight[:].float(), weights["embedding.weight"]):
             raise CheckpointError(f"{folder}: {HEAD} differs from the token embedding; give a model with a tied head")
-        return ForeignModel(config, weights)
+        names = [one.name for one in stored.values()]
+        left_out = [part for start, part in OTHER_PARTS.items() if any(name.startswith(start) for name in names)]
+        return ForeignModel(config, weights, left_out=tuple(left_out))
 
     def write(
         self, folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer, *,
@@ -171,6 +175,8 @@ class PublicForm:
             DataError: the tokenizer of `like` is another, or the sizes of its text part are.
         """
         theirs = self.their_settings(config, tokenizer.eot, as_read=as_read, like=like)
+        if isinstance(tokenizer, SentencePieceTokenizer):  # texts begin with it: see `_write_tokenizer`
+            theirs.bos_token_id = tokenizer.eot
         files, kept = ([], {}) if like is None else (_files_of_tokenizer(like, tokenizer), self._stored(like))
         model = self._build(theirs, folder)
         dtypes = {name: x.dtype for name, one in kept.items() if (x := one.on_meta).is_floating_point()}

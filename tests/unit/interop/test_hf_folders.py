@@ -19,6 +19,7 @@ from evaluations import scored
 from hf_tokenizers import EOT, byte_level, made, metaspace_unigram, prefixed_bpe, with_added
 from other_forms import OTHER_FORMS, other_forms
 from public_layers import run_in_torch
+from server_names import read_by_vllm, written
 from shared_data import GPT2_BPE, SHARED, needs_shared
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
@@ -97,10 +98,19 @@ def test_a_model_in_a_public_form_is_written_with_its_tokenizer(
     tokenizer, their_tokenizer = tost_lm.load_tokenizer(run), AutoTokenizer.from_pretrained(folder)
     for text in (PAGES, *ODD):
         assert their_tokenizer(text)["input_ids"] == [tokenizer.eot, *tokenizer.encode(text)]
-    assert theirs.generation_config.eos_token_id == tokenizer.eot
+    assert theirs.generation_config.bos_token_id == theirs.generation_config.eos_token_id == tokenizer.eot
     card = (folder / "README.md").read_text()
     assert "in the format of transformers" in card
     assert "tost_lm.load" not in card
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", FORMS)
+def test_the_names_of_weights_are_those_that_vllm_reads(make_export: Callable[..., Path], tmp_path: Path, name: str):
+    """tests/full/test_servers.py loads such folders in vLLM itself."""
+    form, settings = FORMS[name]
+    write(form, make_export(**settings), tmp_path / "theirs")
+    assert written(tmp_path / "theirs") == read_by_vllm(name.replace("_", "-"), tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("exported", [True, False])

@@ -262,7 +262,9 @@ def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 def test_the_text_part_of_a_model_of_images_is_read_and_written_into_a_copy(tmp_path: Path):
     text = build_theirs("Qwen3.5")
     write_with_images(tmp_path / "theirs", text)
-    config, weights, *_ = QWEN3_5.read(tmp_path / "theirs")
+    found = QWEN3_5.read(tmp_path / "theirs")
+    config, weights = found.config, found.weights
+    assert found.left_out == ("images", "mtp (several tokens at once)")
     assert_equal_bits(weights, dict(build_ours("Qwen3.5", text).state_dict()))
     tokenizer = read_their_tokenizer(tmp_path / "theirs")
     assert tokenizer is not None
