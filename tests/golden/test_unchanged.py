@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,16 @@ STEEP = 8
 
 @cache
 def stored() -> tuple[dict[str, Any], bool]:
-    """The stored results, and whether they are of this processor."""
+    """The stored results of this processor, or else of another, and whether they are of this one."""
     path = RESULTS / f"{processor()}.json"
-    return json.loads((path if path.is_file() else of_processors()[0]).read_text()), path.is_file()
+    others = next(one for one in map(json.loads, map(Path.read_text, of_processors())) if "float64" in one)
+    return ({**others, **json.loads(path.read_text())}, True) if path.is_file() else (others, False)
+
+
+def adds_in_the_same_order(name: str) -> bool:
+    """Since its results were stored, sequence ranks of softmax layers without a window have split their heads."""
+    of_softmax = re.search(r"pattern=\w*A", name) and "softmax.window" not in name
+    return not (of_softmax and "sequence=" in name)
 
 
 def of_processors() -> list[Path]:
@@ -38,7 +46,7 @@ def test_training_is_unchanged(ranks: int, every: int):
     assert found.keys() == stored_names if every == 1 else found.keys() < stored_names
     for name in found:
         theirs = results["training"][name]
-        if same_processor:
+        if same_processor and adds_in_the_same_order(name):
             assert found[name] == theirs, name
         else:
             ours, truth = found[name], results["float64"][name]

@@ -77,6 +77,7 @@ def _execute_rank(config: PlanConfig, number: int) -> Executed:
         with FakeRank() as rank:
             engine = build_training_engine(config, mesh)
             train_step(engine, micro_batches(1), tile(mesh, mesh.sequence.size), config.optim.lr)
+            assert isinstance(engine, DeepSpeedEngine)
             rank.label("optimizer", (x for _, x in engine.own_state()))  # at stage 0 also the weights
             rank.label("weights", engine.module.parameters())
             rank.label(

@@ -27,7 +27,7 @@ def settings_of(**run: Any) -> dict[str, Any]:
 def log_steps(metrics: Metrics, first: int, last: int, grad_norm: float = 0.5) -> None:
     """The loss of a step says in which launch it was trained; every fourth is followed by both measurements."""
     for step in range(first, last + 1):
-        metrics.step(step, {"loss": 1000.0 * first + step, "lr": 1e-3, "grad_norm": grad_norm})
+        metrics.step(step, {"loss": 1000.0 * first + step, "lr": 1e-3, "grad_norm": grad_norm}, 1e9)
         if step % 4 == 0:
             metrics.validation(
                 {"step": step, "loss": 2.5, "position_ends": [4, 8], "loss_by_position": [3.5, None], "tokens": 32}

@@ -138,9 +138,9 @@ def _returned(shard: RankShard, parts: Sequence[Dealt], ys: Sequence[Tensor], he
     back = [
         [(B, *part.shape(lengths, r, rank), y.shape[3]) for part, y in zip(parts, ys, strict=True)] for r in range(size)
     ]
-    numbers = [[sum(map(math.prod, each)) for each in of_ranks] for of_ranks in (shapes, back)]
-    received = all_to_all(sent, *numbers, shard.axis).split([math.prod(shape) for each in back for shape in each])
-    for n, x in enumerate(received):
+    sizes, sizes_back = ([sum(map(math.prod, each)) for each in of_ranks] for of_ranks in (shapes, back))
+    received = all_to_all(sent, sizes, sizes_back, shard.axis)
+    for n, x in enumerate(received.split([math.prod(shape) for each in back for shape in each])):
         r, i = divmod(n, len(parts))
         held = parts[i].held(lengths, r, rank)
         of_slices = x.view(back[r][i]).split([one.stop - one.start for one in held], 2) if held else ()
