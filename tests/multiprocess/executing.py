@@ -62,6 +62,7 @@ def _execute_rank(config: PlanConfig, number: int) -> Executed:
 
     from tost_lm.data.prefetch import MicroBatch
     from tost_lm.parallel.mesh import build_mesh
+    from tost_lm.parallel.zero import DeepSpeedEngine
     from tost_lm.pretrain.batches import tiling_of
     from tost_lm.pretrain.engine import build_training_engine
     from tost_lm.pretrain.step import train_step
