@@ -168,7 +168,7 @@ def servers(_: str) -> str:
     found = {(row["server"], row["form"], row["tokenizer"]): row for row in rows if "equal" in row}
     keys = dict.fromkeys([*((form, "SentencePiece") for form in classes), *(key[1:] for key in found)])
     cells = [
-        (form, tokenizer, classes[form], _continued(found.get(("vLLM", form, tokenizer))),
+        (form, tokenizer, classes.get(form, "the same"), _continued(found.get(("vLLM", form, tokenizer))),
          _continued(found.get(("llama.cpp", form, tokenizer))))
         for form, tokenizer in keys
     ]  # fmt: skip

@@ -26,11 +26,9 @@ from tost_lm.testing import assert_close, run_on_ranks
 
 HEADS = [(4, 2), (2, 1), (6, 2), (3, 3)]
 """Of queries and of keys: on 4 ranks 4 groups of heads; 2, whose two ranks share queries; 2; none."""
-CASES = [
-    (heads, tile_tokens, offsets)
-    for heads in HEADS
-    for tile_tokens, offsets in [(None, None), (None, OFFSETS[0]), (7, None), (7, OFFSETS[1]), (9, OFFSETS[2])]
-]
+ROWS = [(None, None), (7, OFFSETS[1]), (None, OFFSETS[0]), (7, None), (9, OFFSETS[2])]
+"""Tokens of a tile, and packed documents."""
+CASES = [(heads, *row) for n, heads in enumerate(HEADS) for row in (ROWS if n < 2 else ROWS[1:2])]
 
 
 def drawn_model(heads: tuple[int, int]) -> TiledLM:
