@@ -29,8 +29,6 @@ from tost_lm.pretrain.tiled import tile
 from tost_lm.pretrain.validation import Validation
 from tost_lm.testing import FLOAT32_REORDERED, assert_close, run_on_ranks
 
-pytestmark = pytest.mark.quick
-
 STEPS = 3
 PACKINGS: tuple[Packing, ...] = ("best-fit", "concatenated")
 MODEL = {"softmax": {"window": 7}, "z_loss": 0.1}

@@ -142,7 +142,6 @@ CUTS = (0, 1, 9, 10, 40, 41, 43, 90, 150, 151, 1000)
 """Some ranks hold whole documents, some documents lie on many groups of ranks; bounded by the tokens."""
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("diagonal", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("ranks", [16, 17, 64, pytest.param(256, marks=pytest.mark.slow)])
