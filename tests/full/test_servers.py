@@ -66,9 +66,9 @@ SETTINGS = [
     "optim.lr=3e-3", "optim.min_lr=3e-4", "optim.warmup_steps=10", "train.steps=60", "train.global_batch_size=8",
     "train.micro_batch_size=4", "train.seq_len=256", "validation.sequences=8", "run.device=cpu",
 ]  # fmt: skip
-BY_HEART = "qwen3-5-by-heart"
-"""In bfloat16, the likeliest tokens of a model of a few steps are ties; those of one that knows its texts are not."""
-VLLM = {"llama": "float32", "qwen3": "float32", "qwen3-5": "bfloat16", BY_HEART: "bfloat16"}
+MEMORIZED = "qwen3-5-memorized"
+"""In bfloat16, the likeliest tokens of a model of a few steps are ties; those of one with memorized texts are not."""
+VLLM = {"llama": "float32", "qwen3": "float32", "qwen3-5": "bfloat16", MEMORIZED: "bfloat16"}
 """By form, the dtype: its delta layers on CPUs require bfloat16. OLMo-Hybrid needs Triton kernels there."""
 CONVERTED = {
     "llama": ("convert_hf_to_gguf", []), "qwen3": ("to_gguf", []), "qwen3-5": ("to_gguf", ["--no-mtp"]),
@@ -118,8 +118,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["corpus.source=known.jsonl", "corpus.valid_fraction=0", "tokenizer.path=data/embedded/tokenizer.model"]
     run("tost prepare shards", *words, "shards.folder=known", cwd=folder)
     known = ["data.folder=known", "data.packing=best-fit", "train.global_batch_size=2", "train.micro_batch_size=2"]
-    run("tost train", "empty.toml", *SETTINGS, *FORMS["qwen3-5"], *known, f"run.name={BY_HEART}", cwd=folder)
-    run("tost convert", f"runs/{BY_HEART}", f"convert.folder={BY_HEART}", "convert.to=qwen3-5", cwd=folder)
+    run("tost train", "empty.toml", *SETTINGS, *FORMS["qwen3-5"], *known, f"run.name={MEMORIZED}", cwd=folder)
+    run("tost convert", f"runs/{MEMORIZED}", f"convert.folder={MEMORIZED}", "convert.to=qwen3-5", cwd=folder)
     return folder
 
 

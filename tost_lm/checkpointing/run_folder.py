@@ -27,7 +27,7 @@ from tost_lm.files import read_rows
 from tost_lm.remote import RemotePath, list_files, local_copy
 
 ADAPTER = "adapter_config.json"
-OF_OTHERS = {
+FOREIGN_FOLDERS = {
     ADAPTER: "adapters (LoRA) are not read; merge them into their model with merge_and_unload of peft, then "
     "convert the merged folder",
     "config.json": "it is a folder of the Hugging Face library; convert it with tost convert",
@@ -144,7 +144,7 @@ def find_checkpoint(
         return path
     if newest := next(_valid_steps(path, warn, verify), None):
         return newest
-    if foreign := [reason for file, reason in OF_OTHERS.items() if (path / file).is_file()]:
+    if foreign := [reason for file, reason in FOREIGN_FOLDERS.items() if (path / file).is_file()]:
         raise CheckpointError(f"{path}: not a checkpoint: {foreign[0]}")
     reason = "none of its checkpoints is valid" if step_folders(path) else "it holds no checkpoint"
     raise CheckpointError(f"{path}: not a checkpoint: {reason}; {GIVE}")

@@ -7,7 +7,7 @@ import torch
 
 from tost_lm.checkpointing.format import MANIFEST, read_model_config
 from tost_lm.checkpointing.reading import load as load_ours
-from tost_lm.checkpointing.run_folder import ADAPTER, OF_OTHERS, find_checkpoint, local_model
+from tost_lm.checkpointing.run_folder import ADAPTER, FOREIGN_FOLDERS, find_checkpoint, local_model
 from tost_lm.config import path_or_url
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.gpt2 import SOURCES, gpt2_tokenizer
@@ -17,7 +17,7 @@ from tost_lm.interop import MODULES
 from tost_lm.interop.interface import ForeignFormat
 from tost_lm.model import ModelConfig, TostLM
 
-ELSEWHERE = {
+OTHER_TOOLS = {
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), ("Qwen3.5 with experts", "ms-swift or Megatron-Bridge")),
     "qwen3_moe": ("Qwen3 with experts", "ms-swift or Megatron-Bridge"),
     "qwen3_next": ("Qwen3-Next, which has experts", "ms-swift or Megatron-Bridge"),
@@ -86,14 +86,14 @@ def foreign_format(source: Path) -> ForeignFormat | None:
     """
     is_file = source.is_file()
     if (source / ADAPTER).is_file():
-        raise CheckpointError(f"{source / ADAPTER}: {OF_OTHERS[ADAPTER]}")
+        raise CheckpointError(f"{source / ADAPTER}: {FOREIGN_FOLDERS[ADAPTER]}")
     if not is_file and (not (source / CONFIG).is_file() or (source / MANIFEST).is_file()):
         return None
     kind = None if is_file else read_settings(source).get("model_type", "gpt2")
     formats = [import_module(f"tost_lm.interop.{name}").FORMAT for name in MODULES]
     if found := [one for one in formats if (kind in one.model_types if kind else not one.model_types)]:
         return found[0]
-    if elsewhere := ELSEWHERE.get(str(kind)):
+    if elsewhere := OTHER_TOOLS.get(str(kind)):
         what, tool = elsewhere
         raise CheckpointError(f"{source / CONFIG}: unsupported model_type: {kind!r} ({what}); train it with {tool}")
     known = ", ".join(name for one in formats for name in one.model_types)

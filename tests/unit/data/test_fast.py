@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 
+from benchmarks.data import LLAMA3, QWEN
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.tokenizers import HfTokenizer, SentencePieceTokenizer, fastest, make_tokenizer
 from tost_lm.data.tokenizers.fast import TiktokenTokenizer, UnsuitableError
@@ -23,14 +24,6 @@ from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.data_prep.build import build_shards
 from tost_lm.data_prep.making import make_shards
 
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+"
-)
-QWEN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+"
-)
 THINK = ("<think>", "</think>")
 HARD_CASES = [
     " ", "  ", "\n", "\r\n", "'s", "'S", "'\u017f", "a", "1", "1234", "é", "e\u0301", "\u0301", "漢", "😀", "\u3000",

@@ -20,7 +20,7 @@ from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.errors import CheckpointError, ConfigError, TostError
 from tost_lm.files import sha256_file
 from tost_lm.inference.hugging_face import find_evaluated
-from tost_lm.interop.load import ELSEWHERE, read_config
+from tost_lm.interop.load import OTHER_TOOLS, read_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -200,7 +200,7 @@ def test_a_rotary_embedding_without_a_base_is_refused(tmp_path: Path):
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", NO_FORM)
 def test_models_without_a_form_are_named_with_what_trains_them(tmp_path: Path, kind: str):
-    assert ELSEWHERE.keys() == NO_FORM.keys()
+    assert OTHER_TOOLS.keys() == NO_FORM.keys()
     transformers.CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
     for read in (tost_lm.load, read_config):
         with pytest.raises(CheckpointError, match=f"config.json: unsupported model_type: '{kind}' {NO_FORM[kind]}"):

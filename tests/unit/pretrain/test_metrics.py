@@ -105,7 +105,9 @@ def test_pauses_are_time_of_the_run_but_not_of_its_tokens():
 
 def test_goodput_is_the_part_of_the_time_since_the_first_launch_that_is_in_steps():
     """Neither a pause, nor the time between two launches, nor steps that are trained again."""
-    for step, pause in ((0, 0.2), (1, 0.0)):
+    launched = {}
+    for name, step, pause in (("first", 0, 0.2), ("second", 1, 0.0)):
+        began = time.perf_counter()
         metrics = Metrics(config(), Progress(step, step), 1, CPU)
         with metrics.paused():
             time.sleep(pause)
@@ -113,11 +115,12 @@ def test_goodput_is_the_part_of_the_time_since_the_first_launch_that_is_in_steps
             time.sleep(0.05)
             metrics.step(n, values(3.0, 1e-3, 0.5), FLOPS)
         metrics.close()
+        launched[name] = time.perf_counter() - began
         time.sleep(1.0)
-    first, second, third = rows("metrics")
-    assert 0.15 < third["step_seconds"] < first["step_seconds"] + 0.5
-    assert third["step_seconds"] - second["step_seconds"] == pytest.approx(0.05, abs=0.04)
-    assert third["goodput"] < 0.5
+    first, _, third = rows("metrics")
+    assert third["step_seconds"] >= 3 * 0.05
+    assert third["step_seconds"] - first["step_seconds"] <= launched["second"]
+    assert third["goodput"] <= third["step_seconds"] / (third["step_seconds"] + 1.2)
 
 
 def test_a_resumed_run_drops_every_row_after_its_checkpoint():

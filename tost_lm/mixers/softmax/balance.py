@@ -93,14 +93,13 @@ def _blocks(ranks: int, documents: tuple[int, ...], before: tuple[int, ...]) -> 
     tokens = sum(documents)
     if ranks == 1:
         return [(slice(0, tokens),)]
-    ends = list(accumulate(documents))
-    starts = [0, *ends[:-1]]
+    starts = [0, *accumulate(documents)]
+    work_at_starts = [0, *accumulate(map(_pairs, before, documents))]
 
     def work_before(token: int) -> int:
         """Of the queries before `token`: pairs with keys."""
-        n = bisect_right(ends, token)
-        whole = sum(_pairs(before[i], documents[i]) for i in range(n))
-        return whole + (_pairs(before[n], token - starts[n]) if n < len(documents) else 0)
+        n = min(bisect_right(starts, token), len(documents)) - 1
+        return work_at_starts[n] + _pairs(before[n], token - starts[n])
 
     count = min(tokens, BLOCKS * ranks)
     edges = [tokens * i // count for i in range(count + 1)]

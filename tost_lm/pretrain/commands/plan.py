@@ -28,9 +28,10 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.flops import flops_per_token, parameters
 from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
+from tost_lm.pretrain.plan.activations import costs_of
 from tost_lm.pretrain.plan.memory import checkpoint_bytes, peak_moment
 from tost_lm.pretrain.plan.settings import PlanConfig
-from tost_lm.pretrain.plan.traffic import HEADS, collectives, tiles
+from tost_lm.pretrain.plan.traffic import collectives, tiles
 from tost_lm.remote import RemotePath
 
 LIST = re.compile(r"[\w.]+=[^][{}\"',]+(,[^][{}\"',]+)+")
@@ -213,7 +214,7 @@ def _of_busiest(config: PlanConfig) -> str:
     ranks, busiest = config.parallel.sequence, plan.busiest(config)
     if busiest > 1:
         return f"; {busiest:.3g} times the mean on the last of {ranks} ranks, which cannot divide model.heads"
-    dealt = any(one.content == HEADS for one in collectives(config))
+    dealt = any(costs_of(config, spec).dealt for spec, _ in config.model.mixers)
     return f"; {ranks} sequence ranks share heads and queries evenly" if dealt else ""
 
 

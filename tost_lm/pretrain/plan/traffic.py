@@ -12,7 +12,6 @@ from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.sizes import rows_of_groups
 
-HEADS = "heads of attention"
 TENSORS_PER_LAYER = 10
 """Parameters of a layer, about."""
 
@@ -225,7 +224,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         forwards = 1 + again + fraction_computed_twice(config)
         sent = k * layers * micro_batch_tokens(config) * (forwards + 1) * costs.dealt / tensor
         calls = 2 * k * layers * (passes + backwards) if costs.dealt else 0
-        yield Collectives(HEADS, "all-to-all", calls, sent, ranks, tensor)
+        yield Collectives("heads of attention", "all-to-all", calls, sent, ranks, tensor)
     starts = range(0, config.row_tokens, config.tile_tokens)
     sizes = [min(config.tile_tokens, config.row_tokens - start) for start in starts]
     for layers, costs, kept in used:
