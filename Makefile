@@ -71,7 +71,7 @@ env: .venv/complete
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 …" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	@# Python compiles what it imports; all that is installed takes it six times as long.
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[train,report,docs,dev$(GPU)]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[train,deepspeed,megatron,report,docs,dev$(GPU)]'
 	@# Without a GPU, only tests find fla-core: transformers would call its kernels on CPUs too.
 	$(if $(GPU),,$(BIN)/pip install --quiet --no-compile --no-deps --constraint constraints.txt --target .venv/fla fla-core)
 	touch .venv/complete

@@ -1,7 +1,5 @@
 """A training engine of one rank, packed documents, and real text: what the benchmarks of training steps share."""
 
-import importlib
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +13,9 @@ from tost_lm.data.samples import pack
 from tost_lm.model import ModelConfig
 from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig
-from tost_lm.parallel import fsdp, zero
 from tost_lm.parallel.engine import Engine
-from tost_lm.parallel.mesh import Axis, Mesh, build_mesh, start_world
+from tost_lm.parallel.fsdp import build_engine
+from tost_lm.parallel.mesh import Axis, Mesh
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.tiled import TiledLM
 
@@ -29,7 +27,7 @@ def engine_of(
     settings: ModelConfig, device: str, *, bfloat16: bool, optim: OptimConfig | None = None, seed: int = 0,
     accumulation: int = 1, prepare: Callable[[TiledLM], object] = lambda model: None,
 ) -> Engine:  # fmt: skip
-    """An engine for `train_step` as `tost train` builds it; without DeepSpeed, that of `parallel.engine = "fsdp"`.
+    """An engine for `train_step` as `tost train` builds it on one rank.
 
     `accumulation` micro-batches are a step. `prepare` changes the model in place.
     """
@@ -38,23 +36,18 @@ def engine_of(
     with torch.device(device):
         model = TiledLM(settings)
     prepare(model)
-    try:
-        os.environ.setdefault("DS_ACCELERATOR", device)
-        importlib.import_module("deepspeed")
-    except ImportError:  # DeepSpeed, or one of its dependencies
-        alone = Axis(0, 1, None)  # needs no process group
-        mesh, build_engine = Mesh(alone, alone, alone, alone, torch.device(device), alone), fsdp.build_engine
-    else:
-        mesh = build_mesh(start_world("cuda" if device == "cuda" else "cpu"), ParallelConfig())
-        build_engine = zero.build_engine
     return build_engine(
-        model, ADAMW.build(model, optim), mesh, ParallelConfig(),
-        micro_batch_size=1, accumulation=accumulation, grad_clip=optim.grad_clip, bfloat16=bfloat16,
+        model, ADAMW.build(model, optim), mesh_of_one(torch.device(device)), ParallelConfig(),
+        accumulation=accumulation, grad_clip=optim.grad_clip, bfloat16=bfloat16,
     )  # fmt: skip
 
 
-def uses_deepspeed(engine: Engine) -> bool:
-    return isinstance(engine, zero.DeepSpeedEngine)
+def mesh_of_one(device: torch.device) -> Mesh:
+    """A rank that needs no process group."""
+    alone = Axis(0, 1, None)
+    return Mesh(
+        tensor=alone, sequence=alone, data=alone, replicas=alone, shards=alone, copies=alone, device=device, node=alone
+    )
 
 
 def state_bytes_of(engine: Engine) -> int:

@@ -31,7 +31,7 @@ import torch
 from torch.cuda import nccl
 
 from benchmarks import measure
-from benchmarks.engine import engine_of, packed_batches, uses_deepspeed
+from benchmarks.engine import engine_of, packed_batches
 from benchmarks.gpu_two_ranks import SHOW_S, two_ranks
 from benchmarks.gpu_warm_up import compile_kernels
 from benchmarks.measure import in_units, interleaved_seconds, median_seconds, peak_extra_bytes
@@ -258,7 +258,7 @@ class Step:
         busy, calls = _sums(kernels)
         mfu = _of_peak(flops_per_token(self.settings, tokens).total * self.tokens / seconds, self.device)
         return {
-            "case": f"{case}, {'DeepSpeed' if uses_deepspeed(self._engine) else 'plain loop'}",
+            "case": case,
             "value": f"{_ms(seconds)}, {self.tokens / seconds:,.0f} tokens/s",
             "beside": f"{'MFU unknown' if mfu is None else f'MFU {mfu:.1%}'}; kernels {_ms(busy)} in "
             f"{calls - copies:,} launches and {copies:,} copies; {in_units(peak)} more memory",

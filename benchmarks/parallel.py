@@ -24,6 +24,7 @@ from pydantic import Field, PositiveInt
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import measure
+from benchmarks.engine import mesh_of_one
 from benchmarks.measure import call_seconds
 from tost_lm.command_line import run_program
 from tost_lm.config import Section, validate
@@ -33,9 +34,9 @@ from tost_lm.model import ModelConfig, TostLM
 from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
+from tost_lm.parallel.fsdp import build_engine
 from tost_lm.parallel.mesh import Mesh, World, build_mesh, max_over_ranks, start_world
 from tost_lm.parallel.settings import ParallelConfig, obstacle_to_tensor_ranks
-from tost_lm.parallel.zero import build_engine
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import TiledLM, tile
 from tost_lm.sizes import ALL_GATHER_RANKS
@@ -355,10 +356,9 @@ def _train_in_turns(axis: str, model: Mapping[str, Any], tokens: int, rounds: in
 
 def _meshes(world: World, axis: str) -> tuple[Mesh, Mesh]:
     """A mesh of all ranks along one axis, and one of each rank alone."""
-    itself = build_mesh(world, ParallelConfig(tensor=world.size)).replicas
     axes = {axis: world.size} if axis in (SEQUENCE, TENSOR) else {}
     together = build_mesh(world, validate(ParallelConfig, axes, "benchmarks.parallel"))
-    return together, Mesh(itself, itself, itself, itself, world.device, itself)
+    return together, mesh_of_one(world.device)
 
 
 def _training_step(mesh: Mesh, model: Mapping[str, Any], seq_len: int) -> Callable[[], object]:
@@ -368,7 +368,7 @@ def _training_step(mesh: Mesh, model: Mapping[str, Any], seq_len: int) -> Callab
     sharded = _model(model, mesh)
     engine = build_engine(
         sharded, ADAMW.build(sharded, optim), mesh, ParallelConfig(zero_stage=1),
-        micro_batch_size=1, accumulation=1, grad_clip=optim.grad_clip, bfloat16=False,
+        accumulation=1, grad_clip=optim.grad_clip, bfloat16=False,
     )  # fmt: skip
     tiling = tile(mesh, seq_len)
     windows = torch.randint(sharded.config.vocab_size, (1, seq_len + 1))

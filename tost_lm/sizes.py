@@ -23,7 +23,7 @@ ALL_GATHER_RANKS = 16
 collective."""
 
 BUCKET_ELEMENTS = 40_000_000
-"""Gradients that DeepSpeed reduces at once, as in Megatron-LM: few enough that most are reduced during the backward."""
+"""Gradients that are reduced at once, as in Megatron-LM: few enough that most are reduced during the backward."""
 
 CAST_ELEMENTS = 1 << 24
 """Gradients that are cast at once: from bfloat16 when they are added to float32 sums, and to float64 for their norm."""

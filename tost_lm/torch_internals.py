@@ -9,10 +9,11 @@
     ._scaled_dot_product_flash_attention_for_cpu_backward                       attention to keys in parts
     torch._compile, torch._dynamo.config, torch._inductor, torch.utils._triton  limits and compilers of torch.compile
     torch.utils._pytree, torch.utils._python_dispatch, OpOverload._schema       tests of conformance and of traffic
+    torch._foreach_copy_, ._foreach_add_                                        operations on many tensors at once
     torch._subclasses.fake_tensor, torch.ops.aten._local_scalar_dense           plugins, counted without values
 
-`tests/full/test_newest_versions.py` runs the tests of these, and of DeepSpeed's in `parallel/zero.py`, with the newest
-versions.
+`tests/full/test_newest_versions.py` runs the tests of these, and of DeepSpeed's in `parallel/deepspeed.py`, with the
+newest versions.
 """
 
 import faulthandler
@@ -28,13 +29,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, _foreach_add_, _foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FakeTensor", "TorchDispatchMode", "outside_of_graphs", "pytree"]
+__all__ = ["FakeTensor", "TorchDispatchMode", "add_each", "copy_each", "outside_of_graphs", "pytree"]
+add_each, copy_each = _foreach_add_, _foreach_copy_
 outside_of_graphs = _disable_dynamo
 """`torch.compiler.disable`, which would import the compiler at once: that takes as long as all else a model needs."""
 GLOO_ERRORS = ("gloo/transport/", "Application timeout caused pair closure")  # NCCL and the store raise DistError
@@ -102,7 +104,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compile with a whole graph, for functions that share their code but not their parameters.
 
     Inductor's kernels assume that addresses are multiples of 16 bytes if those of the first call were. It does not
-    check those of parameters again, but in DeepSpeed's buffers the parameters of another block may lie elsewhere, and a
+    check those of parameters again, but in an engine's buffers the parameters of another block may lie elsewhere, and a
     GPU stops at a misaligned address.
     """
     return torch.compile(function, fullgraph=True, backend=_compile_for_any_address)

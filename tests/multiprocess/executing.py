@@ -62,7 +62,6 @@ def _execute_rank(config: PlanConfig, number: int) -> Executed:
 
     from tost_lm.data.prefetch import MicroBatch
     from tost_lm.parallel.mesh import build_mesh
-    from tost_lm.parallel.zero import DeepSpeedEngine
     from tost_lm.pretrain.batches import tiling_of
     from tost_lm.pretrain.engine import build_training_engine
     from tost_lm.pretrain.step import train_step
@@ -78,12 +77,8 @@ def _execute_rank(config: PlanConfig, number: int) -> Executed:
         with FakeRank() as rank:
             engine = build_training_engine(config, mesh)
             train_step(engine, micro_batches(1), tile(mesh, mesh.sequence.size), config.optim.lr)
-            assert isinstance(engine, DeepSpeedEngine)
             rank.label("optimizer", (x for _, x in engine.own_state()))  # at stage 0 also the weights
             rank.label("weights", engine.module.parameters())
-            rank.label(
-                "gradients", getattr(engine._engine.optimizer, "fp32_groups_gradients_flat", [])
-            )  # stage 1 in bfloat16
             for parameter in engine.module.parameters():
                 parameter.register_hook(lambda gradient: rank.label("gradients", [gradient]))
             todo = micro_batches(sum(end - start for start, end in (tile.columns for tile in tiling.tiles)))

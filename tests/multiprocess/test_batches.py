@@ -113,7 +113,7 @@ def test_ranks_train_as_one_process(tmp_path: Path):
         assert one.validation["loss_by_corpus"] == pytest.approx(by_corpus, rel=FLOAT32_REORDERED)
         assert abs(by_corpus[0] - by_corpus[1]) > 1e-3
     largest = {"tensor": 2, "sequence": 2, "zero_stage": 3}
-    for ranks, layout in ((2, {}), (4, largest), (2, {"engine": "fsdp"}), (4, {**largest, "engine": "fsdp"})):
+    for ranks, layout in ((2, {}), (4, largest)):
         parallel = validate(ParallelConfig, layout, "test")
         for found in run_on_ranks(train_packed_both_ways, ranks, tmp_path, parallel):
             for here, true in zip(found, expected, strict=True):

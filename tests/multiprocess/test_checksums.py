@@ -21,7 +21,7 @@ HOST = socket.gethostname()
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
 FLIPS = 2  # of each kind
 
-Case = tuple[int, bool, str]
+Case = tuple[int, bool, dict[str, Any]]
 """Stage, whether in bfloat16, and the engine."""
 
 
@@ -49,8 +49,8 @@ class Errors(NamedTuple):
 
 def drill(tensor: int, case: Case) -> Errors:
     """Five steps, the second of them skipped and the last two after a restore; flips between steps, and in one."""
-    stage, bfloat16, kind = case
-    layout = validate(ParallelConfig, {"tensor": tensor, "zero_stage": stage, "engine": kind}, "test")
+    stage, bfloat16, settings = case
+    layout = validate(ParallelConfig, {"tensor": tensor, "zero_stage": stage, **settings}, "test")
     engine, random = build_engine(layout, "adamw", bfloat16=bfloat16), torch.Generator().manual_seed(stage)
     checksums = Checksums(engine, interval=2)
     undamaged = take_step(engine, checksums, 0) + take_step(engine, checksums, 1, skip=True)
@@ -75,7 +75,7 @@ def drill(tensor: int, case: Case) -> Errors:
 
 
 def is_replicated(engine: Any) -> bool:
-    return engine.has_replicas
+    return engine.replicated_part is not None
 
 
 def draw(engine: Any, kind: str, random: torch.Generator) -> Flip:
@@ -146,31 +146,33 @@ def drills(tensor: int, cases: list[Case]) -> list[Errors]:
 @pytest.mark.parametrize(
     ("ranks", "tensor", "cases"),
     [
-        pytest.param(1, 1, [(0, False, "deepspeed"), (0, False, "fsdp")], marks=pytest.mark.quick),
-        (2, 1, [(1, True, "deepspeed"), (1, True, "fsdp")]),
-        pytest.param(2, 1, [(stage, False, "deepspeed") for stage in range(4)], marks=pytest.mark.slow),
-        pytest.param(2, 1, [(stage, False, "fsdp") for stage in range(4)], marks=pytest.mark.slow),
-        pytest.param(4, 1, [(0, False, "deepspeed"), (0, False, "fsdp")], marks=pytest.mark.slow),
-        pytest.param(4, 2, [(0, False, "deepspeed"), (3, False, "deepspeed")], marks=pytest.mark.slow),
-        pytest.param(4, 2, [(0, False, "fsdp"), (3, False, "fsdp")], marks=pytest.mark.slow),
+        pytest.param(1, 1, [(0, False, {})], marks=pytest.mark.quick),
+        (2, 1, [(1, True, {}), (1, True, {"engine": "deepspeed"})]),
+        pytest.param(2, 1, [(stage, False, {}) for stage in range(4)], marks=pytest.mark.slow),
+        pytest.param(2, 1, [(stage, False, {"engine": "deepspeed"}) for stage in range(4)], marks=pytest.mark.slow),
+        pytest.param(4, 1, [(0, False, {})], marks=pytest.mark.slow),
+        pytest.param(4, 2, [(0, False, {}), (3, False, {})], marks=pytest.mark.slow),
+        pytest.param(8, 2, [(stage, False, {"shard_ranks": 2}) for stage in (1, 3)], marks=pytest.mark.slow),
     ],
 )
 def test_every_flipped_bit_is_found_and_named(ranks: int, tensor: int, cases: list[Case]):
     results = run_on_ranks(drills, ranks, tensor, cases)
-    for (stage, _, _), *results_by_rank in zip(cases, *results, strict=True):
+    for (stage, _, settings), *results_by_rank in zip(cases, *results, strict=True):
         assert [found.in_undamaged_steps for found in results_by_rank] == [""] * ranks
         everything = list(zip(*(found.after_flips for found in results_by_rank), strict=True))
         assert len(everything) == 3 * FLIPS + 1
         for reports in everything:
             [flip], messages = {flip for flip, _ in reports}, [message for _, message in reports]
-            who, replicas = f"rank {flip.rank} ({HOST})", range(flip.rank % tensor, ranks, tensor)
-            if len(replicas) == 2 and stage == 0:
+            part = tensor * settings.get("shard_ranks", 1)
+            who, replicas = f"rank {flip.rank} ({HOST})", range(flip.rank % part, ranks, part)
+            has_copies = len(replicas) > 1 and (stage == 0 or "shard_ranks" in settings)
+            if has_copies and len(replicas) == 2:
                 who = f"one of {name_ranks(replicas, [HOST] * ranks)}, which have no majority"
             expected = (
                 f"silent data corruption on {who}: {flip.what}; test that machine's memory, and run the same command"
             )
             assert messages[flip.rank].startswith(expected), (flip, messages)
-            if len(replicas) > 1 and stage == 0:
+            if has_copies:
                 assert len(set(messages)) == 1
             else:
                 assert sum(map(bool, messages)) == 1

@@ -52,10 +52,10 @@ def train_and_count(layout: ParallelConfig, run: dict[str, Any]) -> tuple[Record
         ([{"zero_stage": 1}, {"sequence": 2, "zero_stage": 0}, {"sequence": 2, "zero_stage": 2}], {}),
         ([{"sequence": 2}], {"memory": FULL}),
         ([{"sequence": 2}], {"tile_tokens": 10, "softmax": {"window": 5}}),
-        ([{"zero_stage": 1, "engine": "fsdp"}, {"sequence": 2, "zero_stage": 3, "engine": "fsdp"}], {}),
-        ([{"sequence": 2, "zero_stage": 3, "engine": "fsdp"}], {"memory": FULL}),
+        ([{"zero_stage": 1}, {"sequence": 2, "zero_stage": 3}], {}),
+        ([{"sequence": 2, "zero_stage": 3}], {"memory": FULL}),
         (
-            [{"sequence": 2, "zero_stage": 3, "engine": "fsdp"}],
+            [{"sequence": 2, "zero_stage": 3}],
             {"tile_tokens": 10, "softmax": {"window": 5}},
         ),
     ],

@@ -41,7 +41,7 @@ COUNT = 131_071  # bfloat16 would round it to 131,072
 
 
 def layout_of(**settings: Any) -> ParallelConfig:
-    return validate(ParallelConfig, {"engine": "fsdp", **settings}, "test")
+    return validate(ParallelConfig, settings, "test")
 
 
 def packed_rows(step: int) -> tuple[Tensor, Tensor]:

@@ -35,12 +35,11 @@ SEED = 5
 KINDS: tuple[Literal["model"], Literal["optimizer"]] = ("model", "optimizer")
 FEW_BYTES = 4096  # messages of gloo, /proc/self/io
 MODEL = {"layers": 3, "heads": 4, "width": 32, "vocab_size": 64, "max_positions": 26, "pattern": "TDA", "bias": True}
-# Tensor ranks come last: DeepSpeed keeps their groups for the rest of the process.
 LAYOUTS: list[dict[str, Any]] = [
     {"zero_stage": 0}, {}, {"zero_stage": 3}, {"dtype": "bfloat16"}, {"tensor": 2, "zero_stage": 2},
     {"tensor": 2, "sequence": 2, "zero_stage": 3},
 ]  # fmt: skip
-LAYOUTS += [{**layout, "engine": "fsdp"} for layout in LAYOUTS]
+LAYOUTS += [{"engine": "deepspeed", "zero_stage": stage} for stage in (0, 1, 3)]
 
 
 def settings(dtype: str = "float32", **parallel: Any) -> PretrainConfig:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from other_forms import OTHER_FORMS
 from torch import Tensor
-from training_on_layouts import ENGINES, LR, Record, T, build_model, train_on_layout
+from training_on_layouts import LR, Record, T, build_model, train_on_layout
 from unrounded_muon import UnroundedOnCPU
 
 from tost_lm.config import validate
@@ -26,37 +26,38 @@ def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("tensor", "sequence", "stages", "optimizer", "model"),
     [
         pytest.param(1, 2, (0, 2), "sgd", DELTA, marks=pytest.mark.quick),
         (2, 2, (1, 3), "adamw", DELTA),
+        (1, 2, (1, 2, 3), "adamw", {"shard_ranks": 2}),
         (2, 1, (1, 2, 3), "sgd", {**OTHER_FORMS, "z_loss": 0.1}),
         *((*axes, (0, 1, 2, 3), optimizer, {}) for axes in AXES for optimizer in ("sgd", "adamw")),
     ],
 )
 def test_four_ranks_train_as_one_process(
-    tensor: int, sequence: int, stages: tuple[int, ...], optimizer: str, model: dict[str, Any], engine: str
+    tensor: int, sequence: int, stages: tuple[int, ...], optimizer: str, model: dict[str, Any]
 ):
-    layout = {"tensor": tensor, "sequence": sequence, "engine": engine}
+    of_layout = {"shard_ranks"} & {*model}
+    layout = {"tensor": tensor, "sequence": sequence, **{name: model[name] for name in of_layout}}
+    model = {name: value for name, value in model.items() if name not in of_layout}
     for records in run_on_ranks(partial(train_in_stages, **model), 4, layout, stages, optimizer, timeout_s=280):
         for record in records:
             record.assert_as_one_process(optimizer, GRAD_CLIP, **model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("offload", "stages"), [("optimizer", (2, 3)), ("all", (3,))])
-def test_offloading_changes_nothing(offload: str, stages: tuple[int, ...], engine: str):
-    layout = {"sequence": 2, "offload": offload, "engine": engine}
+def test_offloading_changes_nothing(offload: str, stages: tuple[int, ...]):
+    layout = {"sequence": 2, "offload": offload}
     for record in run_on_ranks(train_in_stages, 2, layout, stages, "adamw")[0]:
         record.assert_as_one_process("adamw", GRAD_CLIP)
 
 
-def train_with_muon_and_with_torch(engine: str) -> list[tuple[str, Tensor, Tensor]]:
+def train_with_muon_and_with_torch() -> list[tuple[str, Tensor, Tensor]]:
     """(name, weight, the weight that torch's optimizers make of the gradients of all ranks) for each parameter."""
-    layout = validate(ParallelConfig, {"sequence": 2, "zero_stage": 0, "engine": engine}, "test")
+    layout = ParallelConfig(sequence=2, zero_stage=0)
     record = train_on_layout(layout, "muon", grad_clip=0.0)
     named = dict(build_model().named_parameters())
     by_muon = [p for name, p in named.items() if name.endswith("_proj.weight")]
@@ -77,9 +78,8 @@ def train_with_muon_and_with_torch(engine: str) -> list[tuple[str, Tensor, Tenso
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("engine", ENGINES)
-def test_muon_on_data_and_sequence_ranks_is_torchs_to_the_bit(engine: str):
-    for weights in run_on_ranks(train_with_muon_and_with_torch, 4, engine):
+def test_muon_on_data_and_sequence_ranks_is_torchs_to_the_bit():
+    for weights in run_on_ranks(train_with_muon_and_with_torch, 4):
         for name, ours, theirs in weights:
             assert torch.equal(ours, theirs), name
 
@@ -108,10 +108,9 @@ def norms_of_layouts(layouts: list[dict[str, Any]], bfloat16: bool) -> list[tupl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
-def test_gradient_norms_are_sums_in_float64_under_every_layout(engine: str):
-    stages: list[dict[str, Any]] = [{"zero_stage": stage, "engine": engine} for stage in range(4)]
-    tensor, sequence = ({axis: 2, "engine": engine} for axis in ("tensor", "sequence"))
+def test_gradient_norms_are_sums_in_float64_under_every_layout():
+    stages: list[dict[str, Any]] = [{"zero_stage": stage} for stage in range(4)]
+    tensor, sequence = ({axis: 2} for axis in ("tensor", "sequence"))
     [alone] = run_on_ranks(norms_of_layouts, 1, stages[:1], False)
     on_two = run_on_ranks(norms_of_layouts, 2, [*stages, {"zero_stage": 0, **tensor}, sequence], False)
     in_bfloat16 = run_on_ranks(norms_of_layouts, 2, [*stages[1:], tensor], True)

@@ -9,7 +9,7 @@ from all_to_alls import by_all_to_alls
 from other_forms import other_forms
 from test_exactness import OFFSETS, loss_and_gradients, mesh_of, packed_batch, whole
 from test_parallel_layouts import GRAD_CLIP
-from training_on_layouts import ENGINES, Record, T, build_engine, build_model, train_on_layout, train_steps
+from training_on_layouts import Record, T, build_engine, build_model, train_on_layout, train_steps
 
 from tost_lm.config import validate
 from tost_lm.model.transforms import apply_activation_checkpointing
@@ -110,10 +110,9 @@ def train_in_stages(
 @pytest.mark.parametrize(
     ("layout", "stages", "optimizer", "grad_clip"),
     [
-        ({"sequence": 2}, (0, 1, 2), "sgd", GRAD_CLIP),
-        ({"sequence": 2, "tensor": 2}, (2,), "adamw", 0.0),
-        ({"sequence": 2, "engine": "fsdp"}, (0, 1, 2, 3), "sgd", GRAD_CLIP),
-        ({"sequence": 2, "tensor": 2, "engine": "fsdp"}, (1, 3), "adamw", 0.0),
+        ({"sequence": 2}, (0, 1, 2, 3), "sgd", GRAD_CLIP),
+        ({"sequence": 2, "tensor": 2}, (1, 2, 3), "adamw", 0.0),
+        ({"shard_ranks": 2}, (1, 2, 3), "sgd", GRAD_CLIP),
     ],
 )
 def test_four_ranks_train_as_one_process(
@@ -124,11 +123,11 @@ def test_four_ranks_train_as_one_process(
             record.assert_as_one_process(optimizer, grad_clip, softmax={"window": WINDOW})
 
 
-def reductions(stage: int, kind: str) -> tuple[Counter[tuple[str, int]], Counter[tuple[str, int]]]:
+def reductions(stage: int) -> tuple[Counter[tuple[str, int]], Counter[tuple[str, int]]]:
     """Kind and bytes of the messages of one step, in whole rows and in tiles."""
     counted = []
     for tile_tokens in (None, 5):
-        layout = validate(ParallelConfig, {"zero_stage": stage, "engine": kind}, "test")
+        layout = validate(ParallelConfig, {"zero_stage": stage}, "test")
         engine = build_engine(layout, "sgd", softmax={"window": WINDOW})
         with Traffic() as traffic:
             train_steps(engine, "sgd", range(1), tile_tokens=tile_tokens)
@@ -136,28 +135,24 @@ def reductions(stage: int, kind: str) -> tuple[Counter[tuple[str, int]], Counter
     return tuple(counted)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "stage",
     [
         pytest.param(0, marks=pytest.mark.slow),
         pytest.param(1, marks=pytest.mark.quick),
-        pytest.param(2, marks=pytest.mark.slow),
     ],
 )
-def test_gradients_are_reduced_as_often_as_in_whole_rows(stage: int, engine: str):
-    for whole_rows, tiles in run_on_ranks(reductions, 2, stage, engine):
+def test_gradients_are_reduced_as_often_as_in_whole_rows(stage: int):
+    for whole_rows, tiles in run_on_ranks(reductions, 2, stage):
         assert whole_rows == tiles
         assert sum(size * count for (_, size), count in tiles.items()) > 10_000
 
 
-def train_in_bfloat16(tile_tokens: int | None, kind: str) -> list[tuple[float, float]]:
-    layout = validate(ParallelConfig, {"sequence": 2, "zero_stage": 2, "engine": kind}, "test")
-    engine = build_engine(layout, "sgd", bfloat16=True, softmax={"window": WINDOW})
+def train_in_bfloat16(tile_tokens: int | None) -> list[tuple[float, float]]:
+    engine = build_engine(ParallelConfig(sequence=2, zero_stage=2), "sgd", bfloat16=True, softmax={"window": WINDOW})
     return train_steps(engine, "sgd", range(2), tile_tokens=tile_tokens)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_bfloat16(engine: str):
-    tiled, whole_rows = (torch.tensor(run_on_ranks(train_in_bfloat16, 2, size, engine)[0]) for size in (9, None))
+def test_bfloat16():
+    tiled, whole_rows = (torch.tensor(run_on_ranks(train_in_bfloat16, 2, size)[0]) for size in (9, None))
     torch.testing.assert_close(tiled, whole_rows, rtol=1e-2, atol=0)

@@ -115,8 +115,6 @@ def copies_recorded(record: Callable[[], None]) -> Iterator[None]:
 @contextmanager
 def waits_counted() -> Iterator[dict[str, int]]:
     """How often the code waits in each place."""
-    from deepspeed.accelerator import get_accelerator
-
     places: Counter[str] = Counter()
 
     def record() -> None:
@@ -126,8 +124,7 @@ def waits_counted() -> Iterator[dict[str, int]]:
         if place not in NO_WAIT:
             places[place] += 1
 
-    with pytest.MonkeyPatch.context() as patch, Reads(record), copies_recorded(record):
-        patch.setattr(get_accelerator(), "synchronize", record)
+    with Reads(record), copies_recorded(record):
         yield places
 
 
@@ -141,7 +138,7 @@ def waits_of_a_step(engine: Any, tiling: Tiling, batch: Callable[[int], Batch]) 
         here = Batch(tokens[..., columns], labels[..., columns], ends)
         train_step(engine, micro_batches(here, engine.mesh.device), tiling, 1e-3, stop=stop)
 
-    for number in range(2):  # DeepSpeed's throughput timer starts with the third step
+    for number in range(2):
         step(number)
     with waits_counted() as places:
         step(2)
@@ -167,40 +164,27 @@ def waits_of_steps(parallel: ParallelConfig, bfloat16: bool) -> list[dict[str, i
     return [waits_of_a_step(engine, tile(engine.mesh, tokens, size), batch) for batch, tokens, size in cases]
 
 
-OF_THE_NORM = {"zero_step.py:clip_and_record_norm": 1}
 OF_UPDATE = {"fsdp.py:update": 1}
 
 
 @pytest.mark.parametrize(
-    ("parallel", "bfloat16", "of_the_norm"),
+    ("parallel", "bfloat16"),
     [
-        pytest.param(ParallelConfig(zero_stage=0), False, OF_THE_NORM, marks=pytest.mark.slow),
-        pytest.param(ParallelConfig(zero_stage=0, sequence=2), False, OF_THE_NORM, marks=pytest.mark.slow),
-        pytest.param(ParallelConfig(zero_stage=1), True, {"zero_step.py:_norm": 1}, marks=pytest.mark.quick),
-        pytest.param(ParallelConfig(engine="fsdp"), True, OF_UPDATE, marks=pytest.mark.quick),
-        pytest.param(ParallelConfig(engine="fsdp", sequence=2), True, OF_UPDATE, marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(zero_stage=0, sequence=2), False, marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(), True, marks=pytest.mark.quick),
+        pytest.param(ParallelConfig(sequence=2), True, marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(sequence=2, zero_stage=3), True, marks=pytest.mark.slow),
     ],
-    ids=["float32", "two sequence ranks", "bfloat16", "fsdp, bfloat16", "fsdp, two sequence ranks"],
+    ids=["replicas in float32", "bfloat16", "two sequence ranks", "stage 3"],
 )
 def test_a_step_of_two_micro_batches_waits_only_for_the_loss_and_the_gradient_norm_at_its_end(
-    parallel: ParallelConfig, bfloat16: bool, of_the_norm: dict[str, int]
+    parallel: ParallelConfig, bfloat16: bool
 ):
     # What the ranks compared after the first micro-batch is read when the second one is queued.
     between = {"mesh.py:<lambda>": 1} if parallel.sequence > 1 else {}
     for of_rank in run_on_ranks(waits_of_steps, parallel.sequence, parallel, bfloat16):
         for waits in of_rank:
-            assert waits == {"step.py:results": 1, **of_the_norm, **between}
-
-
-def waits_with_the_throughput_timer() -> dict[str, int]:
-    engine = build_engine(ParallelConfig(), "adamw")
-    engine._engine.tput_timer.config.enabled = True
-    return waits_of_a_step(engine, tile(engine.mesh, T), rows)
-
-
-def test_synchronizations_by_deepspeed_are_recorded():
-    (waits,) = run_on_ranks(waits_with_the_throughput_timer, 1)
-    assert waits == {"step.py:results": 1, **OF_THE_NORM, "timer.py:start": 2, "timer.py:stop": 2}
+            assert waits == {"step.py:results": 1, **OF_UPDATE, **between}
 
 
 EMA = (CHECKOUT / "experiments/gated_ema.py").read_text()

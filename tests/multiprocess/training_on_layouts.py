@@ -18,8 +18,6 @@ from tost_lm.optim.adamw import parameter_groups
 from tost_lm.optim.muon import MuonWithAdamW
 from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel.apply import checkpoint_context, parallelize, shard_of
-from tost_lm.parallel.engine import whole_tensor
-from tost_lm.parallel.fsdp import TorchEngine
 from tost_lm.parallel.mesh import Mesh, build_mesh, start_world
 from tost_lm.parallel.rank_weights import local_slice
 from tost_lm.parallel.settings import ParallelConfig
@@ -29,7 +27,6 @@ from tost_lm.pretrain.tiled import Tile, TiledLM, Tiling, tile
 from tost_lm.testing import assert_as_accurate
 
 STEPS, BATCH, T, VOCAB = 3, 4, 26, 64
-ENGINES = ("deepspeed", "fsdp")
 LR = {"adamw": 1e-3, "muon": 1e-3, "sgd": 0.05}
 
 
@@ -149,7 +146,6 @@ def build_engine(
         build_optimizer(model, optimizer),
         mesh,
         parallel,
-        micro_batch_size=micro_batch_size(mesh),
         accumulation=accumulation or BATCH // (mesh.data.size * micro_batch_size(mesh)),
         grad_clip=grad_clip,
         bfloat16=bfloat16,
@@ -159,7 +155,7 @@ def build_engine(
 
 
 def set_whole(engine: Any, tensors: dict[str, Tensor]) -> None:
-    """Set the state of a new engine from whole tensors, named as in `zero.set_state`."""
+    """Set the state of a new engine from whole tensors, named as in `Engine.set_state`."""
     parameters = {label: engine.parameters[label.rpartition("/")[2]] for label in tensors}
     slices = {label: local_slice(x, parameters[label], engine.mesh.tensor) for label, x in tensors.items()}
     engine.set_state(slices.items())
@@ -217,29 +213,12 @@ def train_on_layout(
 
 def record_gradients(engine: Any) -> list[dict[str, Tensor]]:
     """A list that receives the unsharded gradients, before clipping, of every following optimizer step."""
-    recorded: list[dict[str, Tensor]] = []
-    if isinstance(engine, TorchEngine):
-        collect = engine.collect
+    recorded, collect = list[dict[str, Tensor]](), engine.collect
 
-        def collect_and_record() -> None:
-            collect()
-            named = engine.parameters.items()
-            recorded.append({name: engine.whole(p, p.grad).clone() for name, p in named if p.grad is not None})
+    def collect_and_record() -> None:
+        collect()
+        named = engine.parameters.items()
+        recorded.append({name: engine.gathered(p, p.grad).clone() for name, p in named if p.grad is not None})
 
-        engine.collect = collect_and_record
-        return recorded
-    from deepspeed.utils import safe_get_full_grad
-
-    engine_step = engine._engine.step
-
-    def whole(parameter: torch.nn.Parameter) -> Tensor:
-        gradient = safe_get_full_grad(parameter).clone()  # pyright: ignore[reportOptionalMemberAccess]
-        return whole_tensor(gradient, parameter, engine.mesh)
-
-    def step() -> None:
-        if engine._engine.is_gradient_accumulation_boundary():
-            recorded.append({name: whole(p) for name, p in engine.module.named_parameters()})
-        engine_step()
-
-    engine._engine.step = step
+    engine.collect = collect_and_record
     return recorded

@@ -1,4 +1,4 @@
-"""Runs on `fully_shard`: from checkpoints of DeepSpeed and of version 0.1.0, and back."""
+"""Runs on `fully_shard` from checkpoints of DeepSpeed and of version 0.1.0, and back."""
 
 import shutil
 from pathlib import Path

@@ -6,26 +6,9 @@ from pathlib import Path
 
 LIBRARY = Path(__file__).parents[2] / "tost_lm"
 PACKAGES = ("torch", "deepspeed", "megatron")
-TORCH, DEEPSPEED, STEP = (
-    LIBRARY / name for name in ("torch_internals.py", "parallel/zero.py", "parallel/zero_step.py")
-)
+TORCH, DEEPSPEED = LIBRARY / "torch_internals.py", LIBRARY / "parallel/deepspeed.py"
 OF_THE_LANGUAGE = {"_asdict", "_replace", "_fields", "_exit"}
-OF_DEEPSPEED = {
-    "ds_id",
-    "ds_tensor",
-    "ds_numel",
-    "ds_process_group",
-    "fp32_partitioned_groups_flat",
-    "fp32_groups_gradients_flat",
-    "bf16_groups",
-    "fp32_groups_gradients",
-    "fp32_groups_has_gradients",
-    "fp32_groups_flat_partition",
-    "fp32_groups_gradient_flat_partition",
-    "update_lp_params",
-    "cdb",
-    "__compatible_ops__",
-}
+OF_DEEPSPEED = {"fp32_partitioned_groups_flat", "__compatible_ops__", "ds_id", "ds_tensor", "cdb"}
 """Undocumented, without an underscore."""
 OF_TRANSFORMERS = {"_prepare_cache_for_generation"}
 
@@ -59,6 +42,12 @@ def uses(path: Path) -> list[str]:
 
 
 def test_other_modules_use_no_private_names():
-    modules = sorted({*LIBRARY.rglob("*.py")} - {TORCH, DEEPSPEED, STEP})
+    modules = sorted({*LIBRARY.rglob("*.py")} - {TORCH, DEEPSPEED})
     assert len(modules) > 100
     assert {str(path): names for path in modules if (names := uses(path))} == {}
+
+
+def test_three_names_of_deepspeed_are_used_and_listed():
+    names = uses(DEEPSPEED)
+    assert len(names) == 3
+    assert all(name in str(ast.get_docstring(ast.parse(DEEPSPEED.read_text()))) for name in names)

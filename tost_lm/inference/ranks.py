@@ -159,5 +159,5 @@ def check_layout(parallel: RanksConfig, size: int, copies: bool) -> None:
         )
     if parallel.tensor > 1 and not find_spec("megatron"):
         raise ConfigError(
-            f"parallel.tensor {parallel.tensor} needs megatron-core; {install_hint('train')}, or set it to 1"
+            f"parallel.tensor {parallel.tensor} needs megatron-core; {install_hint('megatron')}, or set it to 1"
         )

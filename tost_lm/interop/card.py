@@ -217,8 +217,8 @@ def _environment_rows(training: _Training) -> Rows:
 
 
 def _layout(training: _Training, world_size: int) -> str:
-    parallel, bfloat16 = training.parallel, training.settings["train"]["dtype"] == "bfloat16"
-    stage = parallel.partitioning_stage(world_size // parallel.tensor, bfloat16=bfloat16)
+    parallel = training.parallel
+    stage = parallel.partitioning_stage(world_size // parallel.tensor)
     return (
         f"tensor {parallel.tensor} × sequence {parallel.sequence} × data {parallel.data_ranks(world_size)}, ZeRO stage "
         f"{stage}"

@@ -1,7 +1,8 @@
 """Detection of silent data corruption by checksums of weights and optimizer state.
 
-At ZeRO stage 0 ranks compare their replicas. Partitions (stages 1 to 3) have no second copy, and the next update sends
-a changed value to all ranks. So each rank sums its own partitions after an update and again before the next one.
+At ZeRO stage 0 and with `parallel.shard_ranks`, ranks compare their copies. Other shards (stages 1 to 3) have no second
+copy, and the next update sends a changed value to all ranks. So each rank sums its own after an update and again before
+the next one.
 """
 
 import socket
@@ -26,22 +27,21 @@ Sums = Mapping[str, int]
 class Checksums:
     """Checks the state of an engine's optimizer; all ranks build it, after `Engine.set_state`.
 
-    Any single bit of it that flips between two sums is detected; activations and gradients are not summed. A stage-0
-    rank without replica sums its own state as in stages 1 to 3.
+    Any single bit of it that flips between two sums is detected; activations and gradients are not summed.
 
     Args:
-        interval: steps between comparisons of replicas; 0 turns all checks off, also those of stages 1 to 3.
+        interval: steps between comparisons of copies; 0 turns all checks off, also those of state without a copy.
     """
 
     def __init__(self, engine: Engine, interval: int) -> None:
         self._engine, self._interval = engine, interval
-        self._has_replicas = engine.has_replicas
+        self._part = engine.replicated_part
         self._expected: Sums = {}
         self._record()
 
     def before_update(self) -> None:
         """Right before each update. Raises CorruptionError on the rank whose memory changed."""
-        if not self._has_replicas:
+        if self._part is None:
             self.check()
 
     def after_update(self, step: int) -> None:
@@ -51,7 +51,7 @@ class Checksums:
             CorruptionError: replicas differ; on all ranks.
         """
         self._record()
-        if self._has_replicas and self._interval and step % self._interval == 0:
+        if self._part is not None and self._interval and step % self._interval == 0:
             self.check()
 
     def check(self) -> None:
@@ -62,8 +62,8 @@ class Checksums:
         """
         if not self._interval:
             return
-        if self._has_replicas:
-            _compare(self._sums(), self._engine.mesh.tensor.rank)
+        if self._part is not None:
+            _compare(self._sums(), f"tensor rank {self._engine.mesh.tensor.rank}, part {self._part}")
             return
         sums = self._sums()
         changed = [name for name, expected in self._expected.items() if sums[name] != expected]
@@ -72,7 +72,7 @@ class Checksums:
             raise CorruptionError(f"{_corruption(here, changed)}; {FIX}")
 
     def _record(self) -> None:
-        if self._interval and not self._has_replicas:
+        if self._interval and self._part is None:
             self._expected = self._sums()
 
     def _sums(self) -> Sums:
@@ -92,16 +92,16 @@ def bit_sum(x: Tensor) -> Tensor:
     return total if 8 * words == len(octets) else total + octets[:start].sum() + octets[end:].sum()
 
 
-def _compare(sums: Sums, tensor_rank: int) -> None:
-    """Raise CorruptionError on all ranks if ranks with the same tensor rank differ."""
+def _compare(sums: Sums, part: str) -> None:
+    """Raise CorruptionError on all ranks if ranks with the same part of the weights differ."""
     digest = xxhash.xxh3_128_hexdigest(repr(sums).encode())
-    digests = {tuple(pair) for pair in all_gather_object((tensor_rank, digest))}
-    if len(digests) == len({rank for rank, _ in digests}):
+    digests = {tuple(pair) for pair in all_gather_object((part, digest))}
+    if len(digests) == len({part for part, _ in digests}):
         return
-    hosts, tensor_ranks, sums_of_ranks = zip(*all_gather_object((socket.gethostname(), tensor_rank, sums)), strict=True)
+    hosts, parts, sums_of_ranks = zip(*all_gather_object((socket.gethostname(), part, sums)), strict=True)
     corruptions = []
-    for group in sorted(set(tensor_ranks)):
-        replicas = {rank: sums_of_ranks[rank] for rank, other in enumerate(tensor_ranks) if other == group}
+    for one in sorted(set(parts)):
+        replicas = {rank: sums_of_ranks[rank] for rank, other in enumerate(parts) if other == one}
         corruptions += _corruptions(replicas, hosts)
     raise error_of_all_ranks([f"{'; '.join(corruptions)}; {FIX}"], CorruptionError)
 

@@ -1,19 +1,21 @@
-"""The boundary between training and what divides a model over ranks: `fsdp` and `zero` (DeepSpeed) implement it."""
+"""The boundary between training and what divides a model over ranks: `fsdp` and `deepspeed` implement it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tost_lm.model.block import LMOutput
 from tost_lm.model.lm import TostLM
+from tost_lm.optim.interface import statistics_of
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.rank_weights import draw_on_rank, slice_of
 from tost_lm.sizes import CAST_ELEMENTS
 
+Item = TypeVar("Item")
 Moments = Iterator[tuple[str, str, Tensor]]
 
 
@@ -30,13 +32,13 @@ class Engine(ABC):
     """The model. Its parameters may be partitions, and other tensors in a call: see `parameters`."""
     parameters: Mapping[str, nn.Parameter]
     """By name: this rank's memory of each parameter, marked with its `slice_of`."""
-    drives_tiles: bool
-    """Whether a micro-batch may have several backwards, one for each tile."""
+    optimizer: torch.optim.Optimizer
+    """torch's; what it updates and keeps may be partitions."""
 
     @property
     @abstractmethod
-    def has_replicas(self) -> bool:
-        """Whether ranks have equal copies of all weights and of the optimizer's state."""
+    def replicated_part(self) -> int | None:
+        """Which part of the replicas' weights and optimizer state this rank has, if others have equal ones; or None."""
 
     @abstractmethod
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
@@ -58,15 +60,13 @@ class Engine(ABC):
         states: Sequence[Tensor] = (),
         d_states: Sequence[Tensor] = (),
         *,
-        ends_micro_batch: bool = True,
         ends_step: bool = True,
     ) -> None:
         """The backward after the call that computed a loss.
 
         Args:
-            states, d_states: with `drives_tiles`, tensors of the final state and their gradients.
-            ends_micro_batch: no tile of the micro-batch follows.
-            ends_step: no micro-batch of the step follows.
+            states, d_states: tensors of a tile's final state and their gradients.
+            ends_step: no other backward of the step follows.
         """
 
     @abstractmethod
@@ -80,29 +80,54 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def whole(self, name: str, statistic: str = "") -> Tensor | None:
+        """The float32 weight of a parameter, or what the optimizer keeps of it, gathered over all ranks; None: the
+        optimizer keeps nothing before its first update. It may alias the memory that is trained on."""
+
     def full_weights(self, into: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """(name, whole float32 tensor on the CPU) of every parameter, one at a time. All ranks must exhaust it.
 
         With `into`, host tensors by name, it copies into these and yields only them on this rank.
         """
+        for name in self.parameters:
+            whole = self.whole(name)
+            if whole is not None and (into is None or name in into):
+                yield name, _on_host(whole, into[name] if into else None)
 
-    @abstractmethod
     def statistics(self) -> dict[str, tuple[str, ...]]:
         """Names of what the optimizer keeps of each parameter."""
+        return {name: statistics_of(self.optimizer, parameter) for name, parameter in self.parameters.items()}
 
-    @abstractmethod
     def full_moments(self, into: dict[str, Tensor] | None = None) -> Moments:
         """(parameter, statistic, whole tensor on the CPU) of the optimizer state, one at a time; none before the first
         update. All ranks must exhaust it; `into` as in `full_weights`, named statistic/parameter."""
+        for name, keys in self.statistics().items():
+            for key in keys:
+                whole = self.whole(name, key)
+                if whole is not None and (into is None or f"{key}/{name}" in into):
+                    yield name, key, _on_host(whole, into[f"{key}/{name}"] if into else None)
 
     @abstractmethod
+    def updated(self) -> Sequence[tuple[str, Tensor]]:
+        """(name, tensor) that the optimizer updates on this rank: float32 weights or partitions."""
+
     def own_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of this rank's optimizer memory, not copied: float32 weights or partitions and, after a step
-        or `create_state`, their statistics."""
+        """(name, tensor) of this rank's optimizer memory, not copied: what it updates and, after a step or
+        `create_state`, their statistics."""
+        for name, tensor in self.updated():
+            yield name, tensor.detach()
+            for key, value in self.optimizer.state.get(tensor, {}).items():
+                if torch.is_tensor(value) and value.dim() > 0:
+                    yield f"{key} of {name}", value
 
-    @abstractmethod
     def create_state(self, step: int) -> None:
         """The optimizer state of a new engine after `step` updates, with statistics of zeros."""
+        for _, tensor in self.updated():
+            # torch creates the state in its first step.
+            state = self.optimizer.state[tensor]
+            state["step"] = torch.tensor(float(step), device=tensor.device)
+            for key in statistics_of(self.optimizer, tensor):
+                state.setdefault(key, torch.zeros_like(tensor))
 
     @abstractmethod
     def set_state(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -127,13 +152,7 @@ class _Module(nn.Module):
         return self._engine(*arguments, **options)
 
 
-def whole_tensor(ours: Tensor, parameter: nn.Parameter, mesh: Mesh) -> Tensor:
-    """`ours`, of a parameter, gathered over tensor ranks; may alias the memory that is trained on."""
-    tensor_slice = slice_of(parameter)
-    return ours.detach() if tensor_slice is None else tensor_slice.gather(ours.detach().to(mesh.device), mesh.tensor)
-
-
-def on_host(whole: Tensor, target: Tensor | None) -> Tensor:
+def _on_host(whole: Tensor, target: Tensor | None) -> Tensor:
     """A copy on the CPU, in `target` if given."""
     return whole.to("cpu", copy=True) if target is None else target.copy_(whole)
 
@@ -145,6 +164,18 @@ def counted_once(pairs: Iterable[tuple[nn.Parameter, Tensor]], mesh: Mesh) -> li
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
     """In float64: a CPU adds up float32 squares with relative errors of up to 1e-4. torch casts them first."""
-    portions = chain.from_iterable(gradient.flatten().split(CAST_ELEMENTS) for gradient in gradients)
-    norms = [torch.linalg.vector_norm(portion, dtype=torch.float64) for portion in portions]
-    return torch.stack(norms).square().sum()
+    pieces = chain.from_iterable(gradient.flatten().split(CAST_ELEMENTS) for gradient in gradients)
+    flat = (torch.cat(pieces) for pieces in buckets(pieces, Tensor.numel, CAST_ELEMENTS))  # few launches
+    return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in flat]).square().sum()
+
+
+def buckets(items: Iterable[Item], size: Callable[[Item], int], least: int) -> list[list[Item]]:
+    """Consecutive items that together have at least so many elements, but for the last ones."""
+    found: list[list[Item]] = []
+    elements = least
+    for item in items:
+        if elements >= least:
+            found, elements = [*found, []], 0
+        found[-1].append(item)
+        elements += size(item)
+    return found

@@ -6,8 +6,8 @@ keep the marks that `fully_shard` would drop. The model gets others, which compu
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,27 +25,23 @@ from tost_lm import sizes
 from tost_lm.errors import ConfigError
 from tost_lm.model.block import LMOutput
 from tost_lm.model.lm import TostLM
-from tost_lm.optim.interface import statistics_of
 from tost_lm.parallel.agreement import communication_device
-from tost_lm.parallel.engine import Engine, Moments, counted_once, on_host, sum_of_squares, whole_tensor
+from tost_lm.parallel.engine import Engine, buckets, counted_once, sum_of_squares
 from tost_lm.parallel.mesh import Axis, Mesh, all_reduce
 from tost_lm.parallel.rank_weights import allocate, replace_parameter, slice_of
 from tost_lm.parallel.settings import ParallelConfig
-
-Item = TypeVar("Item")
+from tost_lm.torch_internals import add_each, copy_each
 
 
 class TorchEngine(Engine):
     """What both engines do alike, with the float32 weights, gradients and statistics of `parameters`."""
-
-    drives_tiles = True
 
     def __init__(
         self, model: TostLM, optimizer: torch.optim.Optimizer, mesh: Mesh, accumulation: int, grad_clip: float
     ) -> None:
         self.module, self.mesh = model, mesh
         self.parameters = dict(model.named_parameters())
-        self._optimizer, self._accumulation, self._grad_clip = optimizer, accumulation, grad_clip
+        self.optimizer, self._accumulation, self._grad_clip = optimizer, accumulation, grad_clip
 
     @abstractmethod
     def _collect(self) -> None:
@@ -77,7 +73,6 @@ class TorchEngine(Engine):
         states: Sequence[Tensor] = (),
         d_states: Sequence[Tensor] = (),
         *,
-        ends_micro_batch: bool = True,
         ends_step: bool = True,
     ) -> None:
         torch.autograd.backward([loss, *states], [torch.full_like(loss, 1 / self._accumulation), *d_states])
@@ -97,57 +92,37 @@ class TorchEngine(Engine):
             nn.utils.clip_grads_with_norm_([p for p, _ in used], self._grad_clip, total.sqrt().float())
         norm = math.sqrt(float(total))
         if math.isfinite(norm) and is_allowed(norm):
-            for group in self._optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self._optimizer.step()
+            self.optimizer.step()
             self._publish()
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         return norm if math.isfinite(norm) else math.inf
 
-    def full_weights(self, into: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.parameters.items():
-            whole = self.whole(parameter, parameter.detach())
-            if into is None or name in into:
-                yield name, on_host(whole, into[name] if into else None)
+    def whole(self, name: str, statistic: str = "") -> Tensor | None:
+        parameter = self.parameters[name]
+        ours = self.optimizer.state.get(parameter, {}).get(statistic) if statistic else parameter.detach()
+        return None if ours is None else self.gathered(parameter, ours)
 
-    def statistics(self) -> dict[str, tuple[str, ...]]:
-        return {name: statistics_of(self._optimizer, parameter) for name, parameter in self.parameters.items()}
-
-    def full_moments(self, into: dict[str, Tensor] | None = None) -> Moments:
-        for name, parameter in self.parameters.items():
-            for key, ours in self._state_of(parameter):
-                whole = self.whole(parameter, ours)
-                if into is None or f"{key}/{name}" in into:
-                    yield name, key, on_host(whole, into[f"{key}/{name}"] if into else None)
-
-    def own_state(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.parameters.items():
-            yield name, parameter.detach()
-            for key, value in self._state_of(parameter):
-                yield f"{key} of {name}", value
-
-    def create_state(self, step: int) -> None:
-        for parameter in self.parameters.values():
-            # torch creates the state in its first step.
-            state = {key: torch.zeros_like(parameter) for key in statistics_of(self._optimizer, parameter)}
-            count = torch.tensor(float(step), device=parameter.device)
-            self._optimizer.state[parameter] = {"step": count, **state}
+    def updated(self) -> Sequence[tuple[str, Tensor]]:
+        return [*self.parameters.items()]
 
     @torch.no_grad()
     def set_state(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for label, local in tensors:
             statistic, _, name = label.rpartition("/")
             parameter = self.parameters[name]
-            (self._optimizer.state[parameter][statistic] if statistic else parameter).copy_(self._own(local))
+            (self.optimizer.state[parameter][statistic] if statistic else parameter).copy_(self._own(local))
         self._publish()
 
     def _state_of(self, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
-        state = self._optimizer.state.get(parameter, {})
+        state = self.optimizer.state.get(parameter, {})
         return [(key, value) for key, value in state.items() if torch.is_tensor(value) and value.dim() > 0]
 
-    def whole(self, parameter: nn.Parameter, ours: Tensor) -> Tensor:
+    def gathered(self, parameter: nn.Parameter, ours: Tensor) -> Tensor:
         """A tensor like a parameter, gathered over all ranks; may alias the memory that is trained on."""
-        return whole_tensor(self._gathered(parameter, ours), parameter, self.mesh)
+        tensor_slice, whole = slice_of(parameter), self._gathered(parameter, ours)
+        return whole if tensor_slice is None else tensor_slice.gather(whole.to(self.mesh.device), self.mesh.tensor)
 
 
 class PlainEngine(TorchEngine):
@@ -175,8 +150,8 @@ class PlainEngine(TorchEngine):
         self._weights = list(zip(self.parameters.values(), model.parameters(), strict=True))
 
     @property
-    def has_replicas(self) -> bool:
-        return self.mesh.replicas.size > 1
+    def replicated_part(self) -> int | None:
+        return 0 if self.mesh.replicas.size > 1 else None
 
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
         return self.module(*arguments, **options)
@@ -188,23 +163,30 @@ class PlainEngine(TorchEngine):
             self._add_gradients()
 
     def _add_gradients(self) -> None:
-        for parameter, weight in self._weights:
-            if weight.grad is not None and parameter.grad is not None:
-                parameter.grad += weight.grad
-            elif weight.grad is not None:
-                parameter.grad = weight.grad.to(parameter.dtype)
-            weight.grad = None
+        """In few launches."""
+        used = [(parameter, weight) for parameter, weight in self._weights if weight.grad is not None]
+        for some in buckets(used, lambda pair: pair[0].numel(), sizes.BUCKET_ELEMENTS):
+            gradients = [torch.empty_like(parameter) for parameter, _ in some]
+            copy_each(gradients, [weight.grad for _, weight in some if weight.grad is not None])
+            sums = [(p.grad, gradient) for (p, _), gradient in zip(some, gradients, strict=True) if p.grad is not None]
+            if sums:
+                add_each(*map(list, zip(*sums, strict=True)))
+            for (parameter, weight), gradient in zip(some, gradients, strict=True):
+                parameter.grad = gradient if parameter.grad is None else parameter.grad
+                weight.grad = None
 
     def _collect(self) -> None:
-        self._add_gradients()
+        if not self._bfloat16:
+            for parameter, weight in self._weights:
+                parameter.grad, weight.grad = weight.grad, None
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         _sum_over(self.mesh.replicas, gradients, divisor=self.mesh.replicas.size)
 
     @torch.no_grad()
     def _publish(self) -> None:
         if self._bfloat16:
-            for parameter, weight in self._weights:
-                weight.copy_(parameter)
+            parameters, weights = zip(*self._weights, strict=True)
+            copy_each(list(weights), list(parameters))
 
     def _gathered(self, parameter: nn.Parameter, ours: Tensor) -> Tensor:
         return ours
@@ -221,8 +203,8 @@ class ShardedEngine(TorchEngine):
     """ZeRO stages 1 to 3: each rank has a shard of each parameter's first dimension, its gradient and statistics.
 
     Weights are gathered for a step at stages 1 and 2, for the forward and for the backward of a bucket of blocks at
-    stage 3. Gradients are reduced, in float32 or wider, during the last backward of a step (1), the last of each
-    micro-batch (2) or each one (3).
+    stage 3. Gradients are reduced, in float32 or wider, during the last backward of a step (1) or each one (2, 3); with
+    several copies of the shards, their sums over these during the last one.
     """
 
     def __init__(
@@ -252,8 +234,8 @@ class ShardedEngine(TorchEngine):
             parameter.data = shard.detach().to_local()
 
     @property
-    def has_replicas(self) -> bool:
-        return False
+    def replicated_part(self) -> int | None:
+        return self.mesh.shards.rank if self.mesh.copies.size > 1 else None
 
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
         return self._root(_Call(arguments, options))
@@ -264,12 +246,10 @@ class ShardedEngine(TorchEngine):
         states: Sequence[Tensor] = (),
         d_states: Sequence[Tensor] = (),
         *,
-        ends_micro_batch: bool = True,
         ends_step: bool = True,
     ) -> None:
-        ends_step = ends_step and ends_micro_batch
-        reduces = {1: ends_step, 2: ends_micro_batch, 3: True}[self._stage]
-        self._root.set_requires_gradient_sync(reduces)
+        self._root.set_requires_gradient_sync(ends_step or self._stage > 1)
+        self._root.set_requires_all_reduce(ends_step)
         self._root.set_reshard_after_backward(ends_step or self._stage == 3)
         super().backward(loss, states, d_states)
 
@@ -290,12 +270,12 @@ class ShardedEngine(TorchEngine):
         ).full_tensor()
 
     def _own(self, value: Tensor) -> Tensor:
-        rank, rows = self.mesh.replicas.rank, -(-len(value) // self.mesh.replicas.size)
+        rank, rows = self.mesh.shards.rank, -(-len(value) // self.mesh.shards.size)
         return value[rank * rows : (rank + 1) * rows]
 
     @property
     def _norm_divisor(self) -> int:
-        return 1
+        return self.mesh.copies.size
 
 
 class _Call:
@@ -317,7 +297,7 @@ class _Root(nn.Module):
 def _shard(root: _Root, mesh: Mesh, parallel: ParallelConfig, *, bfloat16: bool) -> None:
     gathers_again = parallel.zero_stage == 3
     options: dict[str, Any] = {
-        "mesh": DeviceMesh.from_group(mesh.replicas.group, mesh.device.type),
+        "mesh": _device_mesh(mesh),
         # Not the inputs, which would round float32 states, the residual stream and counts.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if bfloat16 else None,
@@ -328,9 +308,10 @@ def _shard(root: _Root, mesh: Mesh, parallel: ParallelConfig, *, bfloat16: bool)
             OffloadPolicy() if parallel.offload == "none" else CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
         ),
     }
-    buckets = _buckets(root.model.blocks, lambda block: sum(parameter.numel() for parameter in block.parameters()))
-    if len(buckets) > 1 or gathers_again:
-        for bucket in buckets:
+    size_of = lambda block: sum(parameter.numel() for parameter in block.parameters())
+    blocks = buckets(root.model.blocks, size_of, sizes.BUCKET_ELEMENTS)
+    if len(blocks) > 1 or gathers_again:
+        for bucket in blocks:
             fully_shard(bucket, reshard_after_forward=gathers_again, **options)
     if gathers_again and root.model.head.weight is not None:
         fully_shard(root.model.embedding, reshard_after_forward=True, **options)
@@ -338,16 +319,12 @@ def _shard(root: _Root, mesh: Mesh, parallel: ParallelConfig, *, bfloat16: bool)
     fully_shard(root, reshard_after_forward=False, **options)
 
 
-def _buckets(items: Iterable[Item], size: Callable[[Item], int]) -> list[list[Item]]:
-    """Consecutive items that are sent at once, of at least BUCKET_ELEMENTS elements, but for the last ones."""
-    buckets: list[list[Item]] = []
-    elements = sizes.BUCKET_ELEMENTS
-    for item in items:
-        if elements >= sizes.BUCKET_ELEMENTS:
-            buckets, elements = [*buckets, []], 0
-        buckets[-1].append(item)
-        elements += size(item)
-    return buckets
+def _device_mesh(mesh: Mesh) -> DeviceMesh:
+    if mesh.copies.size == 1:
+        return DeviceMesh.from_group(mesh.shards.group, mesh.device.type)
+    ranks = torch.arange(mesh.replicas.size).view(mesh.copies.size, -1) * mesh.tensor.size + mesh.tensor.rank
+    groups, names = [mesh.copies.group, mesh.shards.group], ("copies", "shards")
+    return DeviceMesh.from_group(groups, mesh.device.type, ranks, mesh_dim_names=names)
 
 
 def _sum_over(axis: Axis, gradients: Sequence[Tensor], divisor: int = 1) -> None:
@@ -355,7 +332,7 @@ def _sum_over(axis: Axis, gradients: Sequence[Tensor], divisor: int = 1) -> None
     if axis.size == 1:
         return
     device = communication_device()
-    for bucket in _buckets(gradients, Tensor.numel):
+    for bucket in buckets(gradients, Tensor.numel, sizes.BUCKET_ELEMENTS):
         flat = torch.cat([gradient.flatten().to(device) for gradient in bucket])
         totals = all_reduce(flat, axis).div_(divisor).split([gradient.numel() for gradient in bucket])
         for gradient, total in zip(bucket, totals, strict=True):
@@ -365,7 +342,7 @@ def _sum_over(axis: Axis, gradients: Sequence[Tensor], divisor: int = 1) -> None
 def allocate_for_engine(model: nn.Module, mesh: Mesh, parallel: ParallelConfig, *, bfloat16: bool) -> None:
     """Give a model on the meta device the memory that `build_engine` needs; `set_state` sets the values afterwards."""
     # `fully_shard` copies weights into shards of its own: without `shared` there would be whole weights, too.
-    allocate(model, mesh.device, torch.float32, shared=not _is_plain(mesh, parallel))
+    allocate(model, mesh.device, torch.float32, shared=parallel.partitioning_stage(mesh.replicas.size) > 0)
 
 
 def build_engine(
@@ -374,7 +351,6 @@ def build_engine(
     mesh: Mesh,
     parallel: ParallelConfig,
     *,
-    micro_batch_size: int,
     accumulation: int,
     grad_clip: float,
     bfloat16: bool,
@@ -384,10 +360,6 @@ def build_engine(
     Raises:
         ConfigError: a parameter cannot be sharded.
     """
-    if _is_plain(mesh, parallel):
+    if parallel.partitioning_stage(mesh.replicas.size) == 0:
         return PlainEngine(model, optimizer, mesh, accumulation, grad_clip, bfloat16=bfloat16)
     return ShardedEngine(model, optimizer, mesh, accumulation, grad_clip, bfloat16=bfloat16, parallel=parallel)
-
-
-def _is_plain(mesh: Mesh, parallel: ParallelConfig) -> bool:
-    return parallel.zero_stage == 0 or (mesh.replicas.size == 1 and parallel.offload == "none")

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -198,7 +197,11 @@ class Mesh(NamedTuple):
     data: Axis
     """Ranks with different sequences. It has no process group: they communicate as replicas."""
     replicas: Axis
-    """data × sequence: ranks with the same weights. Gradients are averaged and ZeRO partitions over them."""
+    """data × sequence: ranks with the same weights. Gradients are averaged over them."""
+    shards: Axis
+    """Adjacent replicas that hold one copy of what ZeRO partitions, `parallel.shard_ranks` or all of them."""
+    copies: Axis
+    """Replicas with the same shard."""
     device: torch.device
     node: Axis
     """Ranks on the same host."""
@@ -227,22 +230,12 @@ def build_mesh(world: World, parallel: ParallelConfig) -> Mesh:
         replicas = _axis("replicas", range(t, world.size, parallel.tensor), world)
     if parallel.sequence > 1:
         sequence = _axis("sequence", range(d * copy + t, (d + 1) * copy, parallel.tensor), world)
-    return Mesh(tensor, sequence, Axis(d, data, None), replicas, world.device, _node(world))
-
-
-def deepspeed_mpu(mesh: Mesh) -> SimpleNamespace:
-    """The axes for DeepSpeed: tensor is its model parallelism, data × sequence its data parallelism.
-
-    It has no get_sequence_… functions: with them, ZeRO 3 partitions over data alone and scales gradients wrongly.
-    """
-    return SimpleNamespace(
-        get_model_parallel_rank=lambda: mesh.tensor.rank,
-        get_model_parallel_world_size=lambda: mesh.tensor.size,
-        get_model_parallel_group=lambda: mesh.tensor.group,
-        get_data_parallel_rank=lambda: mesh.replicas.rank,
-        get_data_parallel_world_size=lambda: mesh.replicas.size,
-        get_data_parallel_group=lambda: mesh.replicas.group,
-    )
+    shards, copies, size = replicas, Axis(0, 1, None), parallel.shards(replicas.size)
+    if size < replicas.size:
+        ranks, first = range(t, world.size, parallel.tensor), replicas.rank // size * size
+        shards = _axis("shards", ranks[first : first + size], world)
+        copies = _axis("copies", ranks[replicas.rank % size :: size], world)
+    return Mesh(tensor, sequence, Axis(d, data, None), replicas, shards, copies, world.device, _node(world))
 
 
 def _axis(name: str, ranks: Sequence[int], world: World) -> Axis:

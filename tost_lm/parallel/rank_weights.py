@@ -56,7 +56,7 @@ def allocate(model: nn.Module, device: torch.device, dtype: torch.dtype, *, shar
     """Replace all parameters, which are on the meta device, by new ones without values.
 
     Args:
-        shared: all have the same memory, that of the largest: for a DeepSpeed engine that copies weights into its own.
+        shared: all have the same memory, that of the largest: for an engine that copies weights into its own.
     """
     parameters = dict(model.named_parameters())
     largest = max(parameter.numel() for parameter in parameters.values())

@@ -35,27 +35,44 @@ class LayoutConfig(Section):
 class ParallelConfig(LayoutConfig):
     """World size = tensor × sequence × data. Tensor ranks are adjacent; keep them on one node."""
 
-    engine: Literal["deepspeed", "fsdp"] = "deepspeed"
-    """What divides the model over data × sequence ranks: DeepSpeed, or `fsdp`, which is torch's `fully_shard`. Checkpoints of either resume under the other."""
+    engine: Literal["fsdp", "deepspeed"] = "fsdp"
+    """What divides the model over data × sequence ranks: `fsdp`, which is torch's `fully_shard`, or DeepSpeed, for pre-training of the size of GPT-2. Checkpoints of either resume under the other."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage over data × sequence ranks: 1 partitions the optimizer state, 2 also gradients, 3 also weights, 0 nothing (float32 only). With one such rank in float32, there is nothing to partition: stage 0 runs."""
+    """ZeRO stage over data × sequence ranks: 1 partitions the optimizer state, 2 also gradients, 3 also weights, 0 nothing. With one such rank, there is nothing to partition: stage 0 runs."""
+    shard_ranks: int | None = Field(default=None, gt=1)
+    """Adjacent data × sequence ranks, those of a node for example, that ZeRO partitions over; other ranks have copies. Default: all of them, so that there is no copy."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """Offload to host memory: the optimizer state (stages 2 and 3), or with `all` also the weights (stage 3)."""
 
     @model_validator(mode="after")
-    def _stage_can_offload(self) -> "ParallelConfig":
+    def _settings_fit_each_other(self) -> "ParallelConfig":
         least = {"none": 0, "optimizer": 2, "all": 3}[self.offload]
         if self.zero_stage < least:
             raise ValueError(
                 f"parallel.offload {self.offload!r} needs ZeRO stage {least} or higher: parallel.zero_stage {self.zero_stage}; "
                 f"set parallel.zero_stage = {least} or parallel.offload = 'none'"
             )
+        if self.shard_ranks and self.zero_stage == 0:
+            raise ValueError("parallel.shard_ranks: ZeRO stage 0 shards nothing; set parallel.zero_stage = 1, 2 or 3")
+        if self.engine == "deepspeed":
+            for name, value in {"tensor": 1, "shard_ranks": None, "offload": "none"}.items():
+                if getattr(self, name) != value:
+                    raise ValueError(only_with_fsdp(f"parallel.{name} {getattr(self, name)}"))
         return self
 
-    def partitioning_stage(self, replicas: int, *, bfloat16: bool) -> int:
-        """The ZeRO stage to run. With one data × sequence rank there is nothing to partition: in float32, stage 0 then
-        updates the weights in place and saves the copies."""
-        return 0 if replicas == 1 and not bfloat16 and self.offload == "none" else self.zero_stage
+    def partitioning_stage(self, replicas: int) -> int:
+        """The ZeRO stage to run. With one data × sequence rank there is nothing to partition: stage 0 then updates the
+        weights in place and saves the copies."""
+        return 0 if replicas == 1 and self.offload == "none" and self.engine == "fsdp" else self.zero_stage
+
+    def shards(self, replicas: int) -> int:
+        """Ranks that ZeRO partitions over. Raises ConfigError if they do not divide the data × sequence ranks."""
+        if replicas % (self.shard_ranks or 1):
+            raise ConfigError(
+                f"parallel.shard_ranks {self.shard_ranks} does not divide the {replicas} data × sequence ranks of this "
+                "launch; set a divisor of them, or none"
+            )
+        return self.shard_ranks or replicas
 
     def data_ranks(self, world_size: int) -> int:
         """Number of data ranks. Raises ConfigError if tensor × sequence does not divide the world size."""
@@ -68,6 +85,11 @@ class ParallelConfig(LayoutConfig):
                 f"multiple of {model_ranks} ranks"
             )
         return world_size // model_ranks
+
+
+def only_with_fsdp(setting: str) -> str:
+    """The line that refuses a setting with DeepSpeed."""
+    return f'{setting}: parallel.engine "deepspeed" does not support it; set parallel.engine = "fsdp"'
 
 
 def obstacle_to_tensor_ranks(model: ModelConfig, ranks: int) -> str | None:

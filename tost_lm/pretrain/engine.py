@@ -70,7 +70,7 @@ def use_deterministic_kernels(model: ModelConfig, device: torch.device) -> None:
 
 def engines_of(parallel: ParallelConfig) -> Any:
     """The module of `parallel.engine`, with `allocate_for_engine` and `build_engine`; importing it takes long."""
-    return import_module({"deepspeed": "tost_lm.parallel.zero", "fsdp": "tost_lm.parallel.fsdp"}[parallel.engine])
+    return import_module(f"tost_lm.parallel.{parallel.engine}")
 
 
 def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Engine:
@@ -95,7 +95,6 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Engine:
         optimizer_of(config.optim).build(model, config.optim),
         mesh,
         parallel,
-        micro_batch_size=config.train.micro_batch_size,
         accumulation=config.accumulation(mesh.tensor.size * mesh.replicas.size),
         grad_clip=config.optim.grad_clip,
         bfloat16=bfloat16,

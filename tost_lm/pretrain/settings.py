@@ -16,7 +16,7 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.optim.settings import OptimConfig, obstacle_to_schedule, warmup_steps
-from tost_lm.parallel.settings import LaunchConfig, ParallelConfig, obstacle_to_tensor_ranks
+from tost_lm.parallel.settings import LaunchConfig, ParallelConfig, obstacle_to_tensor_ranks, only_with_fsdp
 from tost_lm.pretrain.sections import (
     EvaluationConfig,
     MemoryConfig,
@@ -80,7 +80,7 @@ class PretrainConfig(Section):
 
     def obstacle(self) -> str | None:
         """A problem of the settings with each other; None: there is none."""
-        obstacles = chain(self._obstacles_of_model(), self._obstacles_of_compiler(), self._obstacles_of_tiles())
+        obstacles = chain(self._obstacles_of_model(), self._obstacles_of_compiler(), self._obstacles_of_deepspeed())
         return next(filter(None, obstacles), None)
 
     def in_stages(self) -> "list[Stage]":
@@ -106,8 +106,6 @@ class PretrainConfig(Section):
             )
         yield obstacle_to_schedule(self.optim, self.train.steps)
         yield obstacle_to_tensor_ranks(self.model, self.parallel.tensor)
-        if self.train.dtype == "bfloat16" and self.parallel.zero_stage == 0:
-            yield "parallel.zero_stage 0 has no float32 master weights for train.dtype bfloat16: set stage 1, 2 or 3"
         if self.train.seq_len < self.parallel.sequence:
             yield (
                 f"train.seq_len {self.train.seq_len} is less than one token for each of parallel.sequence "
@@ -118,12 +116,10 @@ class PretrainConfig(Section):
     def _obstacles_of_compiler(self) -> Iterator[str]:
         if not self.train.compile:
             return
-        if self.parallel.tensor > 1 or self._gathers_by_module:
-            found = f"tensor {self.parallel.tensor}" if self.parallel.tensor > 1 else "zero_stage 3"
-            engine = "" if self.parallel.tensor > 1 else ' or parallel.engine = "fsdp"'
+        if self.parallel.tensor > 1:
             yield (
-                f"train.compile does not support parallel.{found}, whose communication is no part of a compiled graph: set "
-                f"train.compile = false or parallel.{found.split()[0]} = 1{engine}"
+                f"train.compile does not support parallel.tensor {self.parallel.tensor}, whose communication is no part of "
+                "a compiled graph: set train.compile = false or parallel.tensor = 1"
             )
         if self.memory.tile_tokens and self.model.kept_tokens is None:
             yield (
@@ -131,27 +127,22 @@ class PretrainConfig(Section):
                 "attention without a window: set train.compile = false or model.softmax.window"
             )
 
-    @property
-    def _gathers_by_module(self) -> bool:
-        """Whether DeepSpeed gathers the weights of each module when it is called."""
-        return self.parallel.zero_stage == 3 and self.parallel.engine == "deepspeed"
-
-    def _obstacles_of_tiles(self) -> Iterator[str]:
-        if not self._gathers_by_module:
+    def _obstacles_of_deepspeed(self) -> Iterator[str | None]:
+        if self.parallel.engine != "deepspeed":
             return
-        tile, ranks = self.memory.mlp_tile_tokens, self.parallel.sequence
-        fewest, most = self.row_tokens // ranks, -(-self.row_tokens // ranks)
-        if tile and -(-fewest // tile) != -(-most // tile):
-            yield (
-                f"memory.mlp_tile_tokens {tile}: sequence ranks have {fewest} or {most} of {self.row_tokens} tokens, "
-                "which are different numbers of tiles, and parallel.zero_stage 3 gathers weights for each tile: set "
-                f'train.seq_len to a multiple of parallel.sequence {ranks}, or parallel.engine = "fsdp"'
-            )
-        if self.memory.tile_tokens:
-            yield (
-                "memory.tile_tokens: parallel.zero_stage 3 would gather all weights again for each tile: set stage 0, 1 "
-                'or 2, or parallel.engine = "fsdp"'
-            )
+        only_fsdp = {
+            "train.skip_spike_sigma": self.train.skip_spike_sigma,
+            "memory.tile_tokens": self.memory.tile_tokens,
+            f"optim.kind {self.optim.kind}": self.optim.kind == "muon",
+            "train.compile at parallel.zero_stage 3": self.train.compile and self.parallel.zero_stage == 3,
+            "memory.mlp_tile_tokens at parallel.zero_stage 3": (
+                self.memory.mlp_tile_tokens and self.parallel.zero_stage == 3
+            ),
+            "train.dtype bfloat16 at parallel.zero_stage 0": (
+                self.train.dtype == "bfloat16" and self.parallel.zero_stage == 0
+            ),
+        }
+        yield from (only_with_fsdp(setting) for setting, is_set in only_fsdp.items() if is_set)
 
     @property
     def run_folder(self) -> Path:

@@ -7,8 +7,8 @@ tile to the first. It computes each tile again from the state before it and runs
 state after it. That backward gives the gradient of the state before it, for the previous tile. So every tile but the
 last is computed twice. The gradients of weights are summed over tiles in float32 or wider.
 
-An engine that drives tiles runs the backward of each (`forward_and_backward`). Otherwise autograd sees one function of
-the weights (`tiled_loss`), so gradients are reduced over ranks once.
+The engine of a run drives the backward of each tile (`forward_and_backward`). In your own training loop, autograd sees
+one function of the weights (`tiled_loss`).
 
 Shape suffixes: B rows, T tokens of a row, L the row's tokens on this rank: its sequence shards of all tiles in order.
 """
@@ -107,19 +107,32 @@ def tiled_loss(
     tiles = [Tile(start, split, None) for start, split in _splits(tokens_BT.shape[1], tile_tokens)]
     count = (labels_BT != IGNORED_LABEL).sum()
     batches = list(tile_batches(tokens_BT, labels_BT, cu_seqlens, count, tiles))
-    return _loss(model, batches, Tiling(tuple(tiles)))[0]
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    require_whole(parameters)
+
+    def run(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
+        # Separate leaves that share the weights' memory: gradient hooks of the weights see only the sum over tiles.
+        detached = {name: weight.detach().requires_grad_() for name, weight in zip(names, weights, strict=True)}
+        sums: dict[str, Tensor] = {}
+        for name, leaf in detached.items():
+            leaf.register_post_accumulate_grad_hook(partial(_accumulate, sums, name))
+        call = lambda *arguments, **options: functional_call(model, detached, arguments, options)
+        losses = _losses_of_tiles(call, batches, states_on_host=False, backward=_backward_in_autograd)
+        return _sums(losses)[MINIMIZED], [sums.get(name) for name in names]
+
+    return _Tiled.apply(run, *parameters)  # pyright: ignore[reportReturnType]
 
 
 def forward_and_backward(
     engine: Engine, batch: MicroBatch, label_count: Tensor, tiling: Tiling, *, ends_step: bool
 ) -> Mapping[str, Tensor]:
     """Forward and backward of this rank's tokens of a micro-batch. Returns `LMOutput.scalars`."""
-    if engine.drives_tiles and len(tiling.tiles) > 1:
+    if len(tiling.tiles) > 1:
         batches = list(tile_batches(*batch, label_count, tiling.tiles))
 
         def backward(is_first_tile: bool, roots: Sequence[Tensor], d_roots: Sequence[Tensor]) -> None:
             loss, *states = roots
-            engine.backward(loss, states, d_roots[1:], ends_micro_batch=is_first_tile, ends_step=ends_step)
+            engine.backward(loss, states, d_roots[1:], ends_step=ends_step and is_first_tile)
 
         _, *scalars = _sums(_losses_of_tiles(engine, batches, tiling.states_on_host, backward)).items()
         return dict(scalars)
@@ -142,7 +155,7 @@ class TiledLM(TostLM):
         """Run `TostLM`, or forward(tokens_BL, labels_BL, cu_seqlens=…, label_count=…, tiling=…).
 
         In the second form tokens and labels are this rank's sequence shards, and cu_seqlens describes whole rows. With
-        several tiles the output has only the losses, which allow one backward; under no_grad it has only the nats.
+        several tiles, which needs no_grad, the output has only the nats.
 
         Raises:
             ConfigError: a document is longer than the model's positions.
@@ -154,9 +167,6 @@ class TiledLM(TostLM):
             shard = tiling.tiles[0].shard
             return super().forward(tokens, labels, *arguments, **options, output_state=False, shard=shard)
         batches = list(tile_batches(tokens, labels, *arguments, **options, tiles=tiling.tiles))
-        if torch.is_grad_enabled():
-            loss, scalars = _loss(self, batches, tiling)
-            return LMOutput(loss, None, None, None, _no_logits, scalars)
         return LMOutput(None, _nats(self, batches), None, None, _no_logits)
 
 
@@ -219,27 +229,6 @@ def _nats(model: Call, batches: Sequence[TileBatch]) -> Tensor:
         nats.append(output.nats)
         state = output.state
     return torch.cat(nats, 1)
-
-
-def _loss(model: TostLM, batches: Sequence[TileBatch], tiling: Tiling) -> tuple[Tensor, dict[str, Tensor]]:
-    """`loss` and `scalars` of `LMOutput`."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    require_whole(parameters)
-    scalars: dict[str, Tensor] = {}
-
-    def run(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
-        # Separate leaves that share the weights' memory: gradient hooks of the weights see only the sum over tiles.
-        detached = {name: weight.detach().requires_grad_() for name, weight in zip(names, weights, strict=True)}
-        sums: dict[str, Tensor] = {}
-        for name, leaf in detached.items():
-            leaf.register_post_accumulate_grad_hook(partial(_accumulate, sums, name))
-        call = lambda *arguments, **options: functional_call(model, detached, arguments, options)
-        totals = _sums(_losses_of_tiles(call, batches, tiling.states_on_host, _backward_in_autograd))
-        loss = totals.pop(MINIMIZED)
-        scalars.update(totals)
-        return loss, [sums.get(name) for name in names]
-
-    return _Tiled.apply(run, *parameters), scalars  # pyright: ignore[reportReturnType]
 
 
 class _Tiled(torch.autograd.Function):

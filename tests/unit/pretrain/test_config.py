@@ -67,6 +67,7 @@ def test_mistakes_in_the_data_are_one_line(tmp_path: Path, data: str, problem: s
 
 
 MUON = 'optim.kind "muon" needs whole matrices and gradients on each rank, and parallel.'
+FIX = 'set parallel.engine = "fsdp"'
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,22 @@ MUON = 'optim.kind "muon" needs whole matrices and gradients on each rank, and p
         ("train.tokens=1e99", "train.steps: input should be less than or equal to 1099511627776"),
         ("train.tokens=96 train.seq_len=x", "train.seq_len: input should be a valid integer, got 'x'"),
         ("train.tokens=96 train.global_batch_size=0", "train.global_batch_size: input should be greater than 0, got 0"),
+        ("parallel.zero_stage=0 parallel.shard_ranks=2", "parallel.shard_ranks: ZeRO stage 0 shards nothing"),
+        *(
+            (f"parallel.engine=deepspeed {words}", f'parallel.engine "deepspeed" does not support it; {FIX}')
+            for words in (
+                "parallel.tensor=2",
+                "parallel.shard_ranks=2",
+                "parallel.zero_stage=3 parallel.offload=all",
+                "train.skip_spike_sigma=6",
+                "memory.tile_tokens=4",
+                "memory.tile_tokens=auto",
+                "optim.kind=muon parallel.zero_stage=0",
+                "train.compile=true parallel.zero_stage=3",
+                "memory.mlp_tile_tokens=4 parallel.zero_stage=3",
+                "train.dtype=bfloat16 parallel.zero_stage=0",
+            )
+        ),
         *(
             (
                 f"optim.kind=muon model.heads=2 parallel.zero_stage=0 parallel.{name}={found}",
@@ -192,15 +209,6 @@ def test_the_files_of_test_sets_read_back(tmp_path: Path):
 def test_packed_documents_of_a_micro_batch_lie_in_one_row(tmp_path: Path):
     assert read(tmp_path, '[data]\nfolder = "a"\n').row_tokens == 8
     assert read(tmp_path, '[data]\nfolder = "a"\n', "data.packing=best-fit").row_tokens == 16
-
-
-def test_zero_3_needs_equally_many_mlp_tiles_on_each_sequence_rank(tmp_path: Path):
-    data, ranks = '[data]\nfolder = "d"\n', ("parallel.sequence=2", "parallel.zero_stage=3")
-    with pytest.raises(ConfigError, match="ranks have 3 or 4 of 7 tokens, which are different numbers of tiles"):
-        read(tmp_path, data, *ranks, "train.seq_len=7", "memory.mlp_tile_tokens=3")
-    read(tmp_path, data, *ranks, "train.seq_len=8", "memory.mlp_tile_tokens=3")
-    read(tmp_path, data, *ranks, "train.seq_len=7", "memory.mlp_tile_tokens=2")
-    read(tmp_path, data, "parallel.sequence=2", "train.seq_len=7", "memory.mlp_tile_tokens=3")
 
 
 ODD = [

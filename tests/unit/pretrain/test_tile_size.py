@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from benchmarks.engine import mesh_of_one
 from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
 from tost_lm.parallel.mesh import Axis, Mesh, World
@@ -64,8 +65,7 @@ def test_ranks_that_may_be_killed_are_warned_of(
 
 
 def mesh_of(ranks: int, rank: int = 0) -> Mesh:
-    alone = Axis(0, 1, None)
-    return Mesh(alone, Axis(rank, ranks, None), alone, alone, torch.device("cpu"), alone)
+    return mesh_of_one(torch.device("cpu"))._replace(sequence=Axis(rank, ranks, None))
 
 
 def test_the_sequence_shards_of_all_ranks_are_the_row():

@@ -40,7 +40,12 @@ def main(path: Path, config: PretrainConfig) -> None:
 
     ranks = ranks_to_start(config)
     loggers = {logger.package: logger.extra for logger in map(logger_of, config.run.loggers) if logger.is_on()}
-    for package, extra in {"deepspeed": "train", "psutil": "train", **loggers}.items():
+    needed = {"psutil": "train", **loggers}
+    if config.parallel.engine == "deepspeed":
+        needed["deepspeed"] = "deepspeed"
+    if config.parallel.tensor > 1:
+        needed["megatron"] = "megatron"
+    for package, extra in needed.items():
         if package and not find_spec(package):
             raise ConfigError(f"training needs {package}; {install_hint(extra)}")
     start_ranks("train", ranks)

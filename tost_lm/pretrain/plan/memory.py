@@ -170,7 +170,7 @@ def tile_states_bytes(config: PretrainConfig) -> float:
 def zero_stage_of(config: PretrainConfig, ranks: int) -> int:
     """The ZeRO stage that runs."""
     replicas = ranks // config.parallel.tensor
-    return config.parallel.partitioning_stage(replicas, bfloat16=config.train.dtype == "bfloat16")
+    return config.parallel.partitioning_stage(replicas)
 
 
 def reduced_at_once(config: PretrainConfig, stage: int) -> float:

@@ -1,0 +1,100 @@
+"""The engine of DeepSpeed trains as one process does, resumes to the bit, and skips steps that are not finite."""
+
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from training_on_layouts import (
+    LR,
+    T,
+    build_engine,
+    micro_batches,
+    restore,
+    train_in_one_process,
+    train_steps,
+)
+
+from tost_lm.config import validate
+from tost_lm.errors import TrainingError
+from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.pretrain.step import train_step
+from tost_lm.pretrain.tiled import tile
+from tost_lm.testing import assert_as_accurate, run_on_ranks
+
+CLIP = 0.5
+Curve = list[tuple[float, float]]
+
+
+def layout_of(stage: int, **settings: Any) -> ParallelConfig:
+    return validate(ParallelConfig, {"engine": "deepspeed", "zero_stage": stage, **settings}, "test")
+
+
+def trained(sequence: int, stages: list[int]) -> list[dict[str, torch.Tensor]]:
+    """Losses and norms of three steps, and the last weights."""
+    found = []
+    for stage in stages:
+        engine = build_engine(layout_of(stage, sequence=sequence), "adamw", grad_clip=CLIP)
+        losses, norms = zip(*train_steps(engine, "adamw", range(3)), strict=True)
+        found.append({"losses": torch.tensor(losses), "norms": torch.tensor(norms), **dict(engine.full_weights())})
+    return found
+
+
+@pytest.mark.parametrize(("sequence", "stages"), [pytest.param(1, [1], marks=pytest.mark.quick), (2, [0, 1, 2, 3])])
+def test_two_ranks_train_as_one_process(sequence: int, stages: list[int]):
+    theirs, truth = (
+        {"losses": torch.tensor(record.losses), "norms": torch.tensor(record.norms), **record.weights}
+        for record in (train_in_one_process("adamw", CLIP, dtype) for dtype in (torch.float32, torch.float64))
+    )
+    for ours in run_on_ranks(trained, 2, sequence, stages)[0]:
+        for name, exact in truth.items():
+            assert_as_accurate(ours[name], theirs[name], exact, name)
+
+
+def stop_and_resume(cases: list[tuple[int, bool]]) -> list[tuple[Curve, Curve, bool]]:
+    outcomes = []
+    for stage, bfloat16 in cases:
+        engine, fresh = (build_engine(layout_of(stage), "adamw", bfloat16=bfloat16) for _ in range(2))
+        train_steps(engine, "adamw", range(3))
+        restore(fresh, dict(engine.full_weights()), list(engine.full_moments()), step=3)
+        went_on, resumed = (train_steps(each, "adamw", range(3, 6)) for each in (engine, fresh))
+        pairs = zip(engine.full_weights(), fresh.full_weights(), strict=True)
+        outcomes.append((went_on, resumed, all(torch.equal(a, b) for (_, a), (_, b) in pairs)))
+    return outcomes
+
+
+def test_resuming_is_not_having_stopped_to_the_bit():
+    cases = [(0, False), *product((1, 2, 3), (False, True))]
+    for outcomes in run_on_ranks(stop_and_resume, 2, cases):
+        for went_on, resumed, same_weights in outcomes:
+            assert resumed == went_on
+            assert same_weights
+
+
+def skip(stages: list[int]) -> list[tuple[float, bool, str]]:
+    """Norm of a step that is not finite, whether it left the weights, and what follows if a finite one is refused."""
+    found = []
+    for stage in stages:
+        engine = build_engine(layout_of(stage), "adamw")
+        train_steps(engine, "adamw", range(1))
+        before = dict(engine.full_weights())
+        tiling = tile(engine.mesh, T)
+        hook = engine.module.norm.register_forward_hook(lambda module, inputs, y: y * math.inf)
+        norm = train_step(engine, micro_batches(engine.mesh, tiling, 1), tiling, LR["adamw"]).grad_norm
+        hook.remove()
+        left = all(torch.equal(before[name], weight) for name, weight in engine.full_weights())
+        try:
+            refused = train_step(engine, micro_batches(engine.mesh, tiling, 1), tiling, 1.0, lambda loss, norm: "no")
+            found.append((norm, left, refused.reason_to_skip))
+        except TrainingError as error:
+            found.append((norm, left, str(error)))
+    return found
+
+
+def test_steps_that_are_not_finite_are_skipped_and_others_cannot_be():
+    for outcomes in run_on_ranks(skip, 2, [0, 1, 2, 3]):
+        for stage, (norm, left, refused) in enumerate(outcomes):
+            assert norm == math.inf
+            assert left
+            assert refused == "no" if stage == 0 else "DeepSpeed cannot skip an update" in refused
