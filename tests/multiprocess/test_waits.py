@@ -1,5 +1,5 @@
 """Where a training step and a decoding step wait for the device: each place where Python reads a value of a tensor,
-copies one from the host's memory, or DeepSpeed synchronizes the device."""
+or copies one from the host's memory."""
 
 import traceback
 from collections import Counter
@@ -33,7 +33,7 @@ from tost_lm.parallel.graceful_stop import GracefulStop, StopOfRanks
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import Tiling, tile
-from tost_lm.testing import run_on_ranks
+from tost_lm.testing import Traffic, run_on_ranks
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "multinomial"}
 COPIES_TO_HOST = {"tolist", "numpy", "cpu"}
@@ -128,8 +128,8 @@ def waits_counted() -> Iterator[dict[str, int]]:
         yield places
 
 
-def waits_of_a_step(engine: Any, tiling: Tiling, batch: Callable[[int], Batch]) -> dict[str, int]:
-    """The waits of a step, after two steps with other batches."""
+def waits_of_a_step(engine: Any, tiling: Tiling, batch: Callable[[int], Batch]) -> tuple[dict[str, int], int]:
+    """The waits of a step, after two steps with other batches; and its messages of a few numbers."""
     columns = np.concatenate([np.arange(*tile.columns) for tile in tiling.tiles])
     stop = StopOfRanks(GracefulStop(), dist.get_world_size(), lambda: 0.0)
 
@@ -140,9 +140,9 @@ def waits_of_a_step(engine: Any, tiling: Tiling, batch: Callable[[int], Batch]) 
 
     for number in range(2):
         step(number)
-    with waits_counted() as places:
+    with Traffic() as traffic, waits_counted() as places:
         step(2)
-    return dict(places)
+    return dict(places), sum(sent.bytes <= FEW_NUMBERS for sent in traffic.sent)
 
 
 def rows(step: int) -> Batch:
@@ -157,14 +157,14 @@ def packed(step: int) -> Batch:
     return Batch(tokens, tokens, np.array(ends))
 
 
-def waits_of_steps(parallel: ParallelConfig, bfloat16: bool) -> list[dict[str, int]]:
+def waits_of_steps(parallel: ParallelConfig, bfloat16: bool) -> list[tuple[dict[str, int], int]]:
     """Steps on rows, on packed documents, and on packed documents in tiles."""
     engine = build_engine(parallel, "adamw", bfloat16=bfloat16, softmax={"window": 8})
     cases = [(rows, T, None), (packed, 2 * T, None), (packed, 2 * T, 20)]
     return [waits_of_a_step(engine, tile(engine.mesh, tokens, size), batch) for batch, tokens, size in cases]
 
 
-OF_UPDATE = {"fsdp.py:update": 1}
+OF_UPDATE, FEW_NUMBERS = {"fsdp.py:update": 1}, 64  # bytes
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,11 @@ def test_a_step_of_two_micro_batches_waits_only_for_the_loss_and_the_gradient_no
 ):
     # What the ranks compared after the first micro-batch is read when the second one is queued.
     between = {"mesh.py:<lambda>": 1} if parallel.sequence > 1 else {}
+    messages = 4 if parallel.sequence > 1 else 0  # labels, that comparison, losses with the votes, norm
     for of_rank in run_on_ranks(waits_of_steps, parallel.sequence, parallel, bfloat16):
-        for waits in of_rank:
+        for waits, small in of_rank:
             assert waits == {"step.py:results": 1, **OF_UPDATE, **between}
+            assert small == messages
 
 
 EMA = (CHECKOUT / "experiments/gated_ema.py").read_text()

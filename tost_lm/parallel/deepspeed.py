@@ -192,7 +192,6 @@ def build_engine(
 
 def _import_deepspeed(device: str) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device)
-    import deepspeed
     import deepspeed.ops
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
