@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hand_made import hand_made
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from training_on_layouts import BATCH, LR, VOCAB, T, build_engine, build_model, micro_batch_size
+from training_on_layouts import BATCH, LR, VOCAB, T, build_engine, build_model, exact_gradients, micro_batch_size
 
 from tost_lm.config import validate
 from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
@@ -98,19 +98,14 @@ def train(folder: Path, parallel: ParallelConfig, tile_tokens: int | None, packi
 
     exact = parallelize(build_model(**MODEL).double(), mesh)
     count = all_reduce(sum((batch.labels != IGNORED_LABEL).sum() for batch in of_steps[0]), mesh.replicas)  # pyright: ignore[reportArgumentType]
-    loss = torch.zeros((), dtype=torch.float64)
-    for tokens, labels, cu_seqlens in of_steps[0]:
-        output = exact(tokens, labels=labels, cu_seqlens=cu_seqlens, label_count=count, tiling=tiling)
-        output.loss.backward()
-        loss += output.scalars["loss"]
-    gradients = {name: all_reduce(p.grad, mesh.replicas) for name, p in exact.named_parameters() if p.grad is not None}
+    loss, gradients = exact_gradients(exact, mesh, of_steps[0], tiling, count)
 
     validation = Validation(batches, mesh, tiling, T, BATCH).measure(engine)
     validation["loss_by_corpus"] = [*validation["loss_by_corpus"].values()]  # each rank has a folder of its own
     outcomes = [train_step(engine, batch, tiling, LR["adamw"]) for batch in of_steps]
     records = [(outcome.loss, outcome.grad_norm) for outcome in outcomes]
     counted = [[int((batch.labels != IGNORED_LABEL).sum()) for batch in step] for step in of_steps]
-    return Found(all_reduce(loss, mesh.replicas), gradients, counted, validation, records, dict(engine.full_weights()))
+    return Found(loss, gradients, counted, validation, records, dict(engine.full_weights()))
 
 
 def train_both(folder: Path, parallel: ParallelConfig, tile_tokens: int | None) -> list[Found]:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from test_exactness import OFFSETS, loss_and_gradients, mesh_of, packed_batch, whole
+from test_exactness import OFFSETS, loss_and_gradients, mesh_of, packed_batch
 from torch import Tensor
-from training_on_layouts import T, build_model
+from training_on_layouts import T, build_model, exact_gradients
 
+from tost_lm.data.prefetch import MicroBatch
 from tost_lm.mixers.shape import MixerShape
 from tost_lm.mixers.softmax import layer
 from tost_lm.mixers.softmax.attention import Documents
@@ -20,7 +21,6 @@ from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.layout import Dealt, SequenceSplit
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.parallel.apply import parallelize
-from tost_lm.parallel.mesh import all_reduce
 from tost_lm.pretrain.tiled import TiledLM, tile
 from tost_lm.testing import assert_close, run_on_ranks
 
@@ -42,10 +42,8 @@ def balanced_on_ranks(sequence: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
     for heads, tile_tokens, offsets in CASES:
         model, tiling = parallelize(drawn_model(heads), mesh), tile(mesh, T, tile_tokens or T)
         here = torch.cat([torch.arange(*one.columns) for one in tiling.tiles])
-        options = {"cu_seqlens": offsets and torch.tensor(offsets), "label_count": (labels != IGNORED_LABEL).sum()}
-        loss, gradients = loss_and_gradients(model, tokens[:, here], labels[:, here], tiling=tiling, **options)
-        gradients = {name: all_reduce(x, mesh.sequence) for name, x in gradients.items()}
-        found.append((all_reduce(loss, mesh.sequence), whole(gradients, model, mesh)))
+        batch = MicroBatch(tokens[:, here], labels[:, here], torch.tensor(offsets) if offsets else None)
+        found.append(exact_gradients(model, mesh, [batch], tiling, (labels != IGNORED_LABEL).sum()))
     return found
 
 

@@ -50,9 +50,9 @@ def whole(values: dict[str, Tensor], model: TostLM, mesh: Mesh) -> dict[str, Ten
 
 def loss_and_gradients(model: TostLM, *batch: Any, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad()
-    loss = model(*batch, **options).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    output = model(*batch, **options)
+    output.loss.backward()
+    return output.scalars["loss"], {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @cache

@@ -7,15 +7,15 @@ import pytest
 import torch
 from all_to_alls import by_all_to_alls
 from other_forms import other_forms
-from test_exactness import OFFSETS, loss_and_gradients, mesh_of, packed_batch, whole
+from test_exactness import OFFSETS, loss_and_gradients, mesh_of, packed_batch
 from test_parallel_layouts import GRAD_CLIP
-from training_on_layouts import Record, T, build_engine, build_model, train_on_layout, train_steps
+from training_on_layouts import Record, T, build_engine, build_model, exact_gradients, train_on_layout, train_steps
 
 from tost_lm.config import validate
+from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.parallel.apply import checkpoint_context, parallelize
-from tost_lm.parallel.mesh import all_reduce
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.tiled import TiledLM, tile
 from tost_lm.testing import Traffic, assert_close, run_on_ranks
@@ -69,10 +69,8 @@ def tiled_on_ranks(tensor: int, sequence: int) -> list[Any]:
             apply_activation_checkpointing(model, activation_checkpointing="full", context_fn=context_fn)
         tiling = tile(mesh, T, tile_tokens)
         here = torch.cat([torch.arange(*tile.columns) for tile in tiling.tiles])
-        options = {"cu_seqlens": offsets and torch.tensor(offsets), "label_count": count, "tiling": tiling}
-        loss, gradients = loss_and_gradients(model, tokens[:, here], labels[:, here], **options)
-        gradients = {name: all_reduce(x, mesh.sequence) for name, x in gradients.items()}
-        record.append((all_reduce(loss, mesh.sequence), whole(gradients, model, mesh)))
+        batch = MicroBatch(tokens[:, here], labels[:, here], torch.tensor(offsets) if offsets else None)
+        record.append(exact_gradients(model, mesh, [batch], tiling, count))
     return record
 
 

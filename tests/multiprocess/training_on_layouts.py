@@ -1,7 +1,7 @@
 """A small hybrid model, trained on any parallel layout, and in one process with whole batches and torch alone."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -17,13 +17,14 @@ from tost_lm.ops.layout import SequenceSplit
 from tost_lm.optim.adamw import parameter_groups
 from tost_lm.optim.muon import MuonWithAdamW
 from tost_lm.optim.settings import OptimConfig
+from tost_lm.parallel import fsdp
 from tost_lm.parallel.apply import checkpoint_context, parallelize, shard_of
-from tost_lm.parallel.mesh import Mesh, build_mesh, start_world
+from tost_lm.parallel.mesh import Mesh, all_reduce, build_mesh, start_world
 from tost_lm.parallel.rank_weights import local_slice
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.engine import engines_of
 from tost_lm.pretrain.step import train_step
-from tost_lm.pretrain.tiled import Tile, TiledLM, Tiling, tile
+from tost_lm.pretrain.tiled import Tile, TiledLM, Tiling, forward_and_backward, tile
 from tost_lm.testing import assert_as_accurate
 
 STEPS, BATCH, T, VOCAB = 3, 4, 26, 64
@@ -209,6 +210,21 @@ def train_on_layout(
     gradients = record_gradients(engine)
     losses, norms = zip(*train_steps(engine, optimizer, range(steps), lengths, tile_tokens), strict=True)
     return Record([*losses], [*norms], gradients, dict(engine.full_weights()))
+
+
+def exact_gradients(
+    model: TostLM, mesh: Mesh, batches: Sequence[MicroBatch], tiling: Tiling, labels: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and unsharded gradients of the micro-batches of all ranks, with so many labels, in the model's precision."""
+    engine = fsdp.build_engine(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), mesh, ParallelConfig(zero_stage=0),
+        accumulation=len(batches), grad_clip=0.0, bfloat16=False,
+    )  # fmt: skip
+    parts = mesh.replicas.size * len(batches)
+    losses = [forward_and_backward(engine, batch, labels / parts, tiling, ends_step=False)["loss"] for batch in batches]
+    recorded = record_gradients(engine)
+    engine.collect()
+    return all_reduce(torch.stack(losses).sum(), mesh.replicas) / parts, recorded[0]
 
 
 def record_gradients(engine: Any) -> list[dict[str, Tensor]]:

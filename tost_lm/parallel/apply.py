@@ -21,7 +21,7 @@ def parallelize(model: Model, mesh: Mesh, allocate: Callable[[nn.Module], object
 
     A model on the meta device needs `allocate`, which is called with this rank's slices and gives them memory.
 
-    1. Tensor: heads, MLP and vocabulary are split over ranks; engines sum gradients of replicated parameters.
+    1. Tensor: heads, MLP and vocabulary are split over ranks; gradients of replicated parameters are summed.
     2. Sequence: the model is unchanged; each call gets the sequence shard (`shard_of`).
     3. Data: an engine wraps the result (`tost_lm.parallel.engine`) over data × sequence ranks.
 
@@ -32,10 +32,11 @@ def parallelize(model: Model, mesh: Mesh, allocate: Callable[[nn.Module], object
         allocate(model)
         return model
     # megatron-core takes seconds to import
-    from tost_lm.parallel.tensor import apply_tensor_parallelism
+    from tost_lm.parallel.tensor import apply_tensor_parallelism, sum_gradients_of_replicas
 
     apply_tensor_parallelism(model, mesh.tensor)
-    allocate(model)
+    allocate(model)  # makes new parameters, and gradients are hooks of parameters
+    sum_gradients_of_replicas(model.parameters(), mesh.tensor)
     return model
 
 

@@ -29,7 +29,6 @@ def recipe(*overrides: str) -> PretrainConfig:
     ("overrides", "said"),
     [
         (["model.softmax.window=0", "train.compile=true"], "memory.tile_tokens: train.compile does not support layers"),
-        (["parallel.zero_stage=3"], "set stage 0, 1 or 2"),
         (["memory.tile_tokens=0"], "memory.tile_tokens"),
         (["memory.tile_tokens=large"], "memory.tile_tokens"),
     ],
@@ -37,13 +36,6 @@ def recipe(*overrides: str) -> PretrainConfig:
 def test_what_cannot_be_is_refused_by_name(overrides: list[str], said: str):
     with pytest.raises(ConfigError, match=said):
         recipe(*overrides)
-
-
-def test_fully_shard_trains_at_stage_3_in_tiles_and_compiled():
-    words = ["memory.tile_tokens=16384", "model.softmax.window=4096", "train.compile=true"]
-    assert recipe("parallel.zero_stage=3", "parallel.engine=fsdp", *words).tile_tokens == 16384
-    with pytest.raises(ConfigError, match="fsdp"):
-        recipe("parallel.zero_stage=3", *words)
 
 
 def test_tiles_do_not_change_what_is_trained():

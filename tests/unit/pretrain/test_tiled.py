@@ -3,20 +3,23 @@
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from other_forms import other_forms
 
+from benchmarks.engine import mesh_of_one
+from tost_lm.data.prefetch import MicroBatch
 from tost_lm.mixers.plugins import run_plugin
 from tost_lm.mixers.registry import SPECS
 from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.pretrain.tiled import TiledLM, tile, tiled_loss
+from tost_lm.parallel.fsdp import build_engine
+from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.pretrain.tiled import TiledLM, forward_and_backward, tile, tiled_loss
 from tost_lm.testing import assert_as_accurate, assert_close
 
 pytestmark = pytest.mark.quick
@@ -169,16 +172,24 @@ def test_numbers_that_layers_report_are_those_of_whole_rows(monkeypatch: pytest.
         block.get_submodule("mixer").register_forward_pre_hook(lambda _, given: inputs.append(given[0].square().sum()))
     whole = model(tokens, labels)
     expected = {"loss": whole.loss, "squares": sum(inputs) / (labels != IGNORED_LABEL).sum()}
-    mesh: Any = SimpleNamespace(sequence=SimpleNamespace(size=1, rank=0))
+    mesh = mesh_of_one(torch.device("cpu"))
     tiled = build()
     tiled.__class__ = TiledLM
     apply_activation_checkpointing(tiled, activation_checkpointing="full")
     if compiled:
         compile_blocks(tiled)
     count = (labels != IGNORED_LABEL).sum()
-    output = tiled(tokens, labels, cu_seqlens=None, label_count=count, tiling=tile(mesh, T, 5))
-    output.loss.backward()
-    for found in (whole.scalars, output.scalars):
+    engine = build_engine(
+        tiled,
+        torch.optim.SGD(tiled.parameters()),
+        mesh,
+        ParallelConfig(),
+        accumulation=1,
+        grad_clip=0.0,
+        bfloat16=False,
+    )
+    of_tiles = forward_and_backward(engine, MicroBatch(tokens, labels), count, tile(mesh, T, 5), ends_step=True)
+    for found in (whole.scalars, of_tiles):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert_close(found[name], value.detach(), 1e-10, name)
