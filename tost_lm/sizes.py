@@ -55,8 +55,3 @@ def buckets(items: Iterable[Item], size: Callable[[Item], int], least: int) -> l
         found[-1].append(item)
         elements += size(item)
     return found
-
-
-def bucket_elements(parameters: float, largest: float) -> int:
-    """DeepSpeed's reduce_bucket_size for a rank with so many parameters, of which the largest tensor fits."""
-    return int(min(parameters, max(BUCKET_ELEMENTS, largest)))

@@ -54,20 +54,24 @@ def test_memory_to_a_tenth_and_messages_to_the_byte(axis: str, model: dict[str, 
 
 
 @pytest.mark.parametrize("tied_head", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_messages_of_stages(zero_stage: int, tied_head: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("zero_stage", "copies"),
+    [(0, 1), (1, 1), (2, 1), (3, 1), *(pytest.param(n, 2, marks=pytest.mark.slow) for n in (1, 3))],
+)
+def test_messages_of_stages(zero_stage: int, copies: int, tied_head: bool, monkeypatch: pytest.MonkeyPatch):
     """Of odd sizes, which are padded, and several buckets; in one and two micro-batches, in tiles and in bfloat16."""
     ways: list[dict[str, Any]] = [{}, {"micro_batches": 2, "memory": {"tile_tokens": 100}}]
     if zero_stage:
         ways += [{"micro_batches": 2, "dtype": "bfloat16"}]
-    layout = {"data_ranks": RANKS, "parallel": {"zero_stage": zero_stage}}
+    ranks, parallel = copies * RANKS, {"zero_stage": zero_stage, "shard_ranks": RANKS if copies > 1 else None}
+    layout = {"data_ranks": ranks, "parallel": parallel}
     some = [settings_of(**{**ODD, **layout, **way}, tied_head=tied_head) for way in ways]
     monkeypatch.setattr(sizes, "BUCKET_ELEMENTS", BUCKET)
-    for settings, measured in zip(some, run_on_ranks(train_all_measured, RANKS, some)[0], strict=True):
-        assert_sent_as_planned(measured, settings)
+    for settings, measured in zip(some, run_on_ranks(train_all_measured, ranks, some, timeout_s=280)[0], strict=True):
+        assert_sent_as_planned(measured, settings, ranks)
         if zero_stage:
             calls = Counter[str]({"all-reduce": OF_NUMBERS})
-            for one in traffic.collectives(planned(settings)):
+            for one in traffic.collectives(planned(settings, ranks)):
                 calls[one.kind] += int(one.calls)
             assert {kind: calls for kind, (calls, _) in by_kind(measured).items()} == calls
 
@@ -156,17 +160,17 @@ def by_kind(measured: Measured) -> dict[str, tuple[int, int]]:
     return found
 
 
-def assert_sent_as_planned(measured: Measured, settings: Settings) -> None:
-    config = planned(settings)
+def assert_sent_as_planned(measured: Measured, settings: Settings, ranks: int = RANKS) -> None:
+    config = planned(settings, ranks)
     for kind, names in KINDS.items():
         expected = sum(one.input_bytes for one in traffic.collectives(config) if one.kind == kind)
         sent = sum(size for name, (_, size) in measured.sent.items() if name in names)
         assert expected <= sent <= expected + FEW_NUMBERS
 
 
-def planned(settings: Settings) -> PlanConfig:
-    """On two ranks, or as many as a copy of the model has."""
-    ranks = max(RANKS, validate(ParallelConfig, settings["parallel"], "test").model_ranks)
+def planned(settings: Settings, ranks: int = RANKS) -> PlanConfig:
+    """On so many ranks, or as many as a copy of the model has."""
+    ranks = max(ranks, validate(ParallelConfig, settings["parallel"], "test").model_ranks)
     return validate(PlanConfig, {**settings, "cluster": {"gpus_per_node": ranks}}, "test")
 
 

@@ -55,7 +55,7 @@ def is_plain(config: PretrainConfig, ranks: int) -> bool:
 
 def shards(config: PretrainConfig, ranks: int) -> int:
     """Ranks over which each parameter of a tensor rank is divided."""
-    return 1 if is_plain(config, ranks) else ranks // config.parallel.tensor
+    return 1 if is_plain(config, ranks) else config.parallel.shards(ranks // config.parallel.tensor)
 
 
 def groups_of(config: PretrainConfig, ranks: int) -> Groups:

@@ -3,7 +3,7 @@
 The plan has five moments of a step, one of which has the peak. The symbols of the formulas:
 
     n  parameters on a tensor rank: a fraction of embedding, mixers and MLPs, and all positions and scales
-    R  replicas: data ranks × sequence ranks
+    R  ranks that shard: data ranks × sequence ranks, or `parallel.shard_ranks`
     s  sequence ranks
     t  tensor ranks
     e  bytes of an element: 2 in bfloat16, 4 in float32

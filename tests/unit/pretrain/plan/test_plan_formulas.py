@@ -26,7 +26,8 @@ LAYER = 16 * 2 * 768 + 4 * 12 + 4 * (2 * 768 + 12) / 32 + 16
 
 def planned(path: Path, *overrides: str) -> PlanConfig:
     small = {BASE: ["train.micro_batch_size=12"], LARGE: ["train.micro_batch_size=3"]}
-    return load_config(PlanConfig, path, [*small.get(path, []), "train.compile=false", *overrides])
+    always = ["train.compile=false", "parallel.engine=fsdp"]
+    return load_config(PlanConfig, path, [*small.get(path, []), *always, *overrides])
 
 
 def at(name: str, *overrides: str) -> Moment:
