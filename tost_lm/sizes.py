@@ -1,6 +1,10 @@
 """Sizes that the code and the resource plan of a run share. This module does not import torch."""
 
+from collections.abc import Callable, Iterable
 from math import isqrt
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 LOGITS_BYTES = 1 << 28
 """Bytes of logits that the loss holds at once on a CPU, at most."""
@@ -41,6 +45,13 @@ def rows_of_groups(ranks: int) -> float:
     return sum(size * (size - 1) for size in sizes) / ranks + len(sizes) - 1
 
 
-def bucket_elements(parameters: float, largest: float) -> int:
-    """DeepSpeed's reduce_bucket_size for a rank with so many parameters, of which the largest tensor fits."""
-    return int(min(parameters, max(BUCKET_ELEMENTS, largest)))
+def buckets(items: Iterable[Item], size: Callable[[Item], int], least: int) -> list[list[Item]]:
+    """Consecutive items that together have at least so many elements, but for the last ones."""
+    found: list[list[Item]] = []
+    elements = least
+    for item in items:
+        if elements >= least:
+            found, elements = [*found, []], 0
+        found[-1].append(item)
+        elements += size(item)
+    return found

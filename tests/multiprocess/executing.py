@@ -27,8 +27,8 @@ class Executed(NamedTuple):
 
     sent: dict[str, tuple[int, int]]
     """Calls and bytes, by kind of collective."""
-    peak: dict[str, int]
-    """Bytes of live tensors at their peak, by use."""
+    peak: int
+    """Bytes of live tensors at their peak."""
 
 
 def executed(settings: Settings, world: int, ranks: Iterable[int], **changed: Any) -> list[Executed]:
@@ -77,10 +77,6 @@ def _execute_rank(config: PlanConfig, number: int) -> Executed:
         with FakeRank() as rank:
             engine = build_training_engine(config, mesh)
             train_step(engine, micro_batches(1), tile(mesh, mesh.sequence.size), config.optim.lr)
-            rank.label("optimizer", (x for _, x in engine.own_state()))  # at stage 0 also the weights
-            rank.label("weights", engine.module.parameters())
-            for parameter in engine.module.parameters():
-                parameter.register_hook(lambda gradient: rank.label("gradients", [gradient]))
             todo = micro_batches(sum(end - start for start, end in (tile.columns for tile in tiling.tiles)))
             rank.restart()
             train_step(engine, todo, tiling, config.optim.lr)
@@ -90,4 +86,4 @@ def _execute_rank(config: PlanConfig, number: int) -> Executed:
         calls[kind] += 1
         size[kind] += message.bytes
     sent = {kind: (calls[kind], size[kind]) for kind in calls}
-    return Executed(sent, {str(kind): size for kind, size in rank.peak.items()})
+    return Executed(sent, rank.peak)

@@ -7,9 +7,9 @@ Internals of libraries that this module uses, as of torch 2.13 and DeepSpeed 0.1
 - `torch._C._distributed_c10d`: `FakeWork`;
 - the `tensor_memo` of a `FakeTensorMode`'s converter, whose references to parameters keep `torch.nn.Module.to` from
   replacing them;
-- `torch.utils.swap_tensors`, by which `torch.nn.Module.to` replaces a fake parameter; DeepSpeed refers to parameters;
+- `torch.distributed.fsdp._fully_shard`: `alloc_storage` and `free_storage`, which resize memory of gathered weights;
 - `torch.utils._pytree`; `_schema` of an operator;
-- `_cdata` of a storage, which identifies it; `sys._getframe`, which finds the package that allocates;
+- `_cdata` of a storage, which identifies it;
 - `deepspeed.comm.comm.cdb`: DeepSpeed's process group, which must not outlive torch's.
 """
 
@@ -17,16 +17,18 @@ import os
 import sys
 import warnings
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -35,12 +37,9 @@ from tost_lm.parallel.mesh import World, start_world
 from tost_lm.testing.ranks import Traffic
 from tost_lm.torch_internals import FakeFloats
 
-Kind = Literal["weights", "optimizer", "gradients", "activations", "buffers"]
-"""Use of memory. Activations are all that the model's forward and backward allocate, the loss included; buffers are
-what DeepSpeed allocates."""
-
 _DEVICE = torch.ops.prim.device.default
-_KIND_OF_PACKAGE: dict[str, Kind] = {"tost_lm": "activations", "megatron": "activations", "deepspeed": "buffers"}
+_READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @contextmanager
@@ -64,48 +63,49 @@ class FakeRank(FakeFloats, Traffic):
 
     def __init__(self) -> None:
         super().__init__()
-        self._swap = patch.object(torch.utils, "swap_tensors", _replace_data)
-        self._storages: dict[int, tuple[Any, int, Kind]] = {}
-        self._live: Counter[Kind] = Counter()
-        self.peak: Counter[Kind] = Counter()
-        """Bytes of live tensors at their peak since `restart`, by use."""
+        self._resizing = ExitStack()
+        self._storages: dict[int, tuple[Any, int]] = {}
+        self._live = 0
+        self.peak = 0
+        """Bytes of live tensors at their peak since `restart`."""
 
     def __enter__(self) -> "FakeRank":
-        self._swap.start()
+        for module, name in (
+            (_fsdp_param, "alloc_storage"),
+            (_fsdp_param, "free_storage"),
+            (_fsdp_param_group, "alloc_storage"),
+        ):
+            resize = partial(self._resize, getattr(module, name))
+            self._resizing.enter_context(patch.object(module, name, resize))
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._swap.stop()
+        self._resizing.close()
 
     def restart(self) -> None:
         """Forget collectives and the peak so far."""
         self.sent = []
-        self.peak = self._live.copy()
-
-    def label(self, kind: Kind, tensors: Iterable[Tensor]) -> None:
-        """The use of the memory of these tensors."""
-        for x in tensors:
-            if found := self._storages.get(x.untyped_storage()._cdata):
-                reference, size, before = found
-                self._storages[x.untyped_storage()._cdata] = reference, size, kind
-                self._live[before] -= size
-                self._live[kind] += size
+        self.peak = self._live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is _DEVICE:
             return super().__torch_dispatch__(func, types, args, kwargs)
+        if func is _READ_NUMBER and args[0].is_floating_point():
+            return 1.0  # a finite norm and counted labels: the step is applied
         kwargs = kwargs or {}
         self.record(func, args, kwargs)
         if func.namespace == "c10d":
             work = FakeWork().boxed()
             return work if len(func._schema.returns) == 1 else (args[0], work)
+        if func is _WAIT:
+            return args[0]
         if func.namespace == "_c10d_functional":
             out = self.faked(func, types, args, kwargs)
         else:
             out = super().__torch_dispatch__(func, types, args, kwargs)
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and not x.is_meta:
+            if isinstance(x, Tensor) and not x.is_meta and not isinstance(x, DTensor):  # which has its shard's memory
                 self._count(x)
         return out
 
@@ -119,29 +119,19 @@ class FakeRank(FakeFloats, Traffic):
         key = storage._cdata
         if key in self._storages:
             return
-        kind, size = _allocator(), storage.nbytes()
-        self._storages[key] = weakref.ref(storage, lambda _: self._free(key)), size, kind
-        self._live[kind] += size
-        if self._live.total() > self.peak.total():
-            self.peak = self._live.copy()
+        self._storages[key] = weakref.ref(storage, lambda _: self._free(key)), 0
+        self._set_size(storage)
+
+    def _resize(self, resize: Callable[[Tensor], None], x: Tensor) -> None:
+        resize(x)
+        self._count(x)
+        self._set_size(x.untyped_storage())
+
+    def _set_size(self, storage: torch.UntypedStorage) -> None:
+        reference, before = self._storages[storage._cdata]
+        self._storages[storage._cdata] = reference, storage.nbytes()
+        self._live += storage.nbytes() - before
+        self.peak = max(self.peak, self._live)
 
     def _free(self, key: int) -> None:
-        _, size, kind = self._storages.pop(key)
-        self._live[kind] -= size
-
-
-def _allocator() -> Kind:
-    """By the innermost package on the stack that allocates. Autograd's operations have the stack of its caller."""
-    frame = sys._getframe()
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module == "torch.autograd.graph":
-            break
-        if module != __name__ and (kind := _KIND_OF_PACKAGE.get(module.partition(".")[0])):
-            return kind
-        frame = frame.f_back
-    return "activations"
-
-
-def _replace_data(x: Tensor, y: Tensor) -> None:
-    x.data = y.data
+        self._live -= self._storages.pop(key)[1]

@@ -1,5 +1,6 @@
 """Memory and messages of the plan and of ranks on fake tensors, beside those of ranks that train."""
 
+from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ from memory_of_training import Measured, Settings, settings_of, train_measured
 from other_forms import OTHER_FORMS
 from torch.distributed import distributed_c10d
 
+from tost_lm import sizes
 from tost_lm.config import validate
 from tost_lm.parallel import mesh
 from tost_lm.parallel.settings import ParallelConfig
@@ -25,7 +27,11 @@ RANKS = 2
 SMALL: dict[str, Any] = {"width": 128, "vocab_size": 4096, "tokens": 256, "micro_batch": 8, "micro_batches": 2}
 FEW_NUMBERS = 128
 """Bytes of single numbers that are summed over ranks, beside what is planned."""
+OF_NUMBERS = 3
+"""Their all-reduces: of labels, losses and norm."""
 TINY = {**SMALL, "width": 64, "layers": 2, "vocab_size": 512, "micro_batch": 2}
+ODD = {**TINY, "width": 60, "heads": 5, "layers": 3, "vocab_size": 513, "micro_batches": 1, "pattern": "TDA"}
+BUCKET = 50_000  # elements: of each of its blocks
 
 
 @pytest.mark.parametrize(
@@ -45,6 +51,34 @@ def test_memory_to_a_tenth_and_messages_to_the_byte(axis: str, model: dict[str, 
     for measured in run_on_ranks(train_measured, RANKS, settings):
         assert peak_moment(planned(settings), RANKS).total == pytest.approx(measured.peak_bytes, rel=0.1)
         assert_sent_as_planned(measured, settings)
+
+
+@pytest.mark.parametrize("tied_head", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("zero_stage", "copies"),
+    [(0, 1), (1, 1), (2, 1), (3, 1), *(pytest.param(n, 2, marks=pytest.mark.slow) for n in (1, 3))],
+)
+def test_messages_of_stages(zero_stage: int, copies: int, tied_head: bool, monkeypatch: pytest.MonkeyPatch):
+    """Of odd sizes, which are padded, and several buckets; in one and two micro-batches, in tiles and in bfloat16."""
+    ways: list[dict[str, Any]] = [{}, {"micro_batches": 2, "memory": {"tile_tokens": 100}}]
+    if zero_stage:
+        ways += [{"micro_batches": 2, "dtype": "bfloat16"}]
+    ranks, parallel = copies * RANKS, {"zero_stage": zero_stage, "shard_ranks": RANKS if copies > 1 else None}
+    layout = {"data_ranks": ranks, "parallel": parallel}
+    some = [settings_of(**{**ODD, **layout, **way}, tied_head=tied_head) for way in ways]
+    monkeypatch.setattr(sizes, "BUCKET_ELEMENTS", BUCKET)
+    for settings, measured in zip(some, run_on_ranks(train_all_measured, ranks, some, timeout_s=280)[0], strict=True):
+        assert_sent_as_planned(measured, settings, ranks)
+        if zero_stage:
+            calls = Counter[str]({"all-reduce": OF_NUMBERS})
+            for one in traffic.collectives(planned(settings, ranks)):
+                calls[one.kind] += int(one.calls)
+            assert {kind: calls for kind, (calls, _) in by_kind(measured).items()} == calls
+
+
+def train_all_measured(some: list[Settings]) -> list[Measured]:
+    sizes.BUCKET_ELEMENTS = BUCKET
+    return [train_measured(settings) for settings in some]
 
 
 @pytest.mark.parametrize(
@@ -126,17 +160,18 @@ def by_kind(measured: Measured) -> dict[str, tuple[int, int]]:
     return found
 
 
-def assert_sent_as_planned(measured: Measured, settings: Settings) -> None:
-    config = planned(settings)
+def assert_sent_as_planned(measured: Measured, settings: Settings, ranks: int = RANKS) -> None:
+    config = planned(settings, ranks)
     for kind, names in KINDS.items():
         expected = sum(one.input_bytes for one in traffic.collectives(config) if one.kind == kind)
         sent = sum(size for name, (_, size) in measured.sent.items() if name in names)
         assert expected <= sent <= expected + FEW_NUMBERS
 
 
-def planned(settings: Settings) -> PlanConfig:
-    model_ranks = validate(ParallelConfig, settings["parallel"], "test").model_ranks
-    return validate(PlanConfig, {**settings, "cluster": {"gpus_per_node": model_ranks}}, "test")
+def planned(settings: Settings, ranks: int = RANKS) -> PlanConfig:
+    """On so many ranks, or as many as a copy of the model has."""
+    ranks = max(ranks, validate(ParallelConfig, settings["parallel"], "test").model_ranks)
+    return validate(PlanConfig, {**settings, "cluster": {"gpus_per_node": ranks}}, "test")
 
 
 def groups_of(rank: int, size: int, layouts: list[ParallelConfig]) -> list[tuple[dict[str, list[int]], int]]:

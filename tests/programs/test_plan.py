@@ -70,7 +70,7 @@ def test_a_list_of_values_is_planned_row_by_row(tmp_path):
     assert (code, err) == (0, "")
     one, four, three = cells(out)
     assert one[:3] == ["1", "tensor 1 × sequence 1 × data 8; 5 micro-batches of 12 sequences", "9.87 of 8"]
-    assert one[3] == "0.97"  # one all-reduce of float32 gradients and an all-gather of bfloat16 weights
+    assert one[3] == "0.58"  # one reduce-scatter of float32 gradients and an all-gather of bfloat16 weights
     assert one[-1].startswith("a GPU needs 9.9 GB, more than cluster.memory_gb 8; set train.micro_batch_size=")
     assert four[:2] == ["4", "tensor 1 × sequence 4 × data 2; 20 micro-batches of 12 sequences"]
     assert four[-1] == "yes"

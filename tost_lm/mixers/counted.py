@@ -116,16 +116,12 @@ def numbers(spec: MixerSpec, shape: MixerShape) -> Numbers:
     """Implements `MixerSpec.numbers`."""
     with torch.device("meta"):
         layer = mixer_class(spec.letter)(shape)
-    own = {name: p for name, p in layer.named_parameters() if not name.startswith(("in_proj.", "out_proj."))}
-    split = [p for name, p in own.items() if name in layer.OF_HEADS]
-    whole = [p.numel() for name, p in own.items() if name not in layer.OF_HEADS]
+    own = [(name, p) for name, p in layer.named_parameters() if not name.startswith(("in_proj.", "out_proj."))]
     return Numbers(
         channels_in=layer.in_proj.weight.shape[0],
         channels_out=layer.out_proj.weight.shape[1],
-        decayed=sum(p.numel() for p in split if p.dim() > 1),  # as in optim/adamw.py
-        vectors=sum(p.numel() for p in split if p.dim() < 2),
-        replicated=sum(whole),
-        replicated_tensors=len(whole),
+        split=tuple(tuple(p.shape) for name, p in own if name in layer.OF_HEADS),
+        replicated=tuple(tuple(p.shape) for name, p in own if name not in layer.OF_HEADS),
     )
 
 

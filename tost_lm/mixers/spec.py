@@ -36,14 +36,10 @@ class Numbers(NamedTuple):
     """Channels that the first projection computes."""
     channels_out: int
     """Channels that the last projection reads."""
-    decayed: int = 0
-    """Of other matrices, with weight decay; tensor ranks split them."""
-    vectors: int = 0
-    """Without weight decay; tensor ranks split them."""
-    replicated: int = 0
-    """Scales of norms, whole on every tensor rank."""
-    replicated_tensors: int = 0
-    """Their number of tensors."""
+    split: tuple[tuple[int, ...], ...] = ()
+    """Shapes of other parameters whose first dimension tensor ranks split."""
+    replicated: tuple[tuple[int, ...], ...] = ()
+    """Shapes of those that are whole on every tensor rank, as scales of norms."""
 
 
 class Load(NamedTuple):

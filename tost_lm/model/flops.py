@@ -11,6 +11,8 @@ backward (sums over time in TSSA, scores in attention).
 import re
 from collections.abc import Callable
 from functools import cache
+from itertools import chain
+from math import prod
 from typing import Literal, NamedTuple
 
 from tost_lm.mixers.registry import SPECS
@@ -47,31 +49,63 @@ class FlopsPerToken(NamedTuple):
         return sum(kind.total for kind in self)
 
 
+class Weight(NamedTuple):
+    """A parameter of a tensor rank."""
+
+    component: str
+    """A field of `Parameters`."""
+    rows: int
+    """Its first dimension."""
+    columns: int = 1
+    """Numbers in a row."""
+    replicated: bool = False
+    """Whether every tensor rank has it whole."""
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns
+
+
 def parameters(config: ModelConfig) -> Parameters:
-    C, biased, mixers, of_mixers = config.width, int(config.bias), 0, 0
-    for spec, shape in config.mixers:
-        layers, own = config.letters.count(spec.letter), spec.numbers(shape)
-        biases = biased * (own.channels_in + C)
-        mixers += layers * (spec.weights(shape) + biases + own.decayed + own.vectors)
-        of_mixers += layers * own.replicated
-    of_norm = (1 + biased) * C if config.norm == "layer" else C
-    return Parameters(
-        embedding=(1 if config.tied_head else 2) * config.vocab_size * C,
-        positions=config.max_positions * C if config.positions == "learned" else 0,
-        mixers=mixers,
-        mlps=config.layers * (mlp_weights(config) + biased * ((_mlp_matrices(config) - 1) * config.mlp_width + C)),
-        scales=(2 * config.layers + 1) * of_norm + of_mixers + (2 * config.layers * C if config.layer_scale else 0),
-    )
+    blocks = {letter: block_weights(config, letter) for letter in set(config.letters)}
+    counts = dict.fromkeys(Parameters._fields, 0)
+    for weight in chain(end_weights(config), *(blocks[letter] for letter in config.letters)):
+        counts[weight.component] += weight.size
+    return Parameters(**counts)
 
 
-def vectors(config: ModelConfig) -> tuple[int, int]:
-    """Numbers without weight decay (vectors and denom_bias): those that tensor ranks split, and all others."""
-    biased, hidden = int(config.bias), (_mlp_matrices(config) - 1) * config.mlp_width
-    split = biased * config.layers * hidden
-    for spec, shape in config.mixers:
-        own = spec.numbers(shape)
-        split += config.letters.count(spec.letter) * (own.vectors + biased * own.channels_in)
-    return split, parameters(config).scales + biased * 2 * config.layers * config.width
+def end_weights(config: ModelConfig, tensor: int = 1) -> list[Weight]:
+    """Those outside the blocks on one of `tensor` ranks: the embedding, positions, the last norm, and the head's."""
+    table = Weight("embedding", config.vocab_size // tensor, config.width)
+    positions = [Weight("positions", config.max_positions, config.width, replicated=True)]
+    learned = positions if config.positions == "learned" else []
+    return [table, *learned, *_norm_weights(config), *([] if config.tied_head else [table])]
+
+
+def block_weights(config: ModelConfig, letter: str, tensor: int = 1) -> list[Weight]:
+    """Those of a block with this mixer on one of `tensor` ranks."""
+    C, own = config.width, SPECS[letter].numbers(config.shape_of(letter))
+    scale = Weight("scales", C, replicated=True)
+    return [
+        *_linear_weights(config, "mixers", own.channels_in, own.channels_out, tensor),
+        *(Weight("mixers", rows // tensor, prod(others)) for rows, *others in own.split),
+        *(Weight("scales", rows, prod(others), replicated=True) for rows, *others in own.replicated),
+        *_linear_weights(config, "mlps", (_mlp_matrices(config) - 1) * config.mlp_width, config.mlp_width, tensor),
+        *(2 * _norm_weights(config)),
+        *(2 * [scale] if config.layer_scale else []),
+    ]
+
+
+def _linear_weights(config: ModelConfig, component: str, into: int, out: int, tensor: int) -> list[Weight]:
+    """From the residual stream into so many channels, and from so many back."""
+    C = config.width
+    matrices = [Weight(component, into // tensor, C), Weight(component, C, out // tensor)]
+    biases = [Weight(component, into // tensor), Weight(component, C, replicated=True)]
+    return matrices + (biases if config.bias else [])
+
+
+def _norm_weights(config: ModelConfig) -> list[Weight]:
+    return (1 + (config.bias and config.norm == "layer")) * [Weight("scales", config.width, replicated=True)]
 
 
 def mlp_weights(config: ModelConfig) -> int:

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.flops import flops_per_token, parameters, peak_flops
+from tost_lm.model.flops import block_weights, end_weights, flops_per_token, parameters, peak_flops
 
 pytestmark = pytest.mark.quick
 
@@ -47,6 +47,9 @@ def test_parameters_are_those_of_the_model(settings: dict[str, Any]):
     config = config_of(**settings)
     counted = parameters(config)
     model = TostLM(config)
+    weights = [*end_weights(config), *(one for letter in config.letters for one in block_weights(config, letter))]
+    shapes = sorted((len(p), p.numel()) for p in model.parameters())
+    assert sorted((weight.rows, weight.size) for weight in weights) == shapes
     assert counted.total == sum(p.numel() for p in model.parameters())
     assert counted.total - counted.positions == model.parameter_count()
 

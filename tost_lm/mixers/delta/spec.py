@@ -72,10 +72,8 @@ class DeltaSpec(RecurrentSpec):
         return Numbers(
             sizes.convolved + sizes.value_heads * (sizes.value_size + 1 + decays),
             sizes.value_heads * sizes.value_size,
-            decayed=sizes.convolved * CONV_TAPS,
-            vectors=sizes.value_heads * (1 + decays),
-            replicated=sizes.value_size,
-            replicated_tensors=1,
+            split=((sizes.convolved, CONV_TAPS), (sizes.value_heads,), (sizes.value_heads * decays,)),
+            replicated=((sizes.value_size,),),
         )
 
     def flops(self, shape: DeltaShape, tokens: int) -> tuple[Flops, Flops]:

@@ -83,8 +83,8 @@ class SoftmaxSpec(MixerSpec):
         sizes = SoftmaxSizes.of(shape)
         if not shape.own.qk_norm:
             return Numbers(sizes.projected, sizes.queries)
-        scales = sizes.queries + sizes.keys if shape.own.qk_norm == "all-heads" else 2 * sizes.head
-        return Numbers(sizes.projected, sizes.queries, replicated=scales, replicated_tensors=2)
+        scales = (sizes.queries, sizes.keys) if shape.own.qk_norm == "all-heads" else (sizes.head, sizes.head)
+        return Numbers(sizes.projected, sizes.queries, replicated=tuple((size,) for size in scales))
 
     def flops(self, shape: SoftmaxShape, tokens: int) -> tuple[Flops, Flops]:
         window = min(shape.own.window or tokens, tokens)

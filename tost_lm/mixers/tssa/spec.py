@@ -46,9 +46,10 @@ class TssaSpec(RecurrentSpec):
         return shape.own.denom_bias == "position"
 
     def numbers(self, shape: TssaShape) -> Numbers:
-        """Beside the projections temp and denom_bias; neither has weight decay."""
-        biases = {"position": shape.heads * shape.max_positions, "head": shape.heads, "none": 0}
-        return Numbers(shape.width, shape.width, vectors=shape.heads + biases[shape.own.denom_bias])
+        """Beside the projections temp and denom_bias."""
+        heads = shape.heads
+        biases = {"position": ((heads, shape.max_positions),), "head": ((heads,),), "none": ()}
+        return Numbers(shape.width, shape.width, split=((heads,), *biases[shape.own.denom_bias]))
 
     def flops(self, shape: TssaShape, tokens: int) -> tuple[Flops, Flops]:
         C, H = shape.width, shape.heads

@@ -7,9 +7,10 @@
     tost plan Qwen3.5-4B                            (a folder of the Hugging Face library, or of a model of ours)
 
 It takes the arguments of `tost train` and the cluster in cluster.…, prints a table and writes nothing. If the run
-does not fit, it prints one line with settings that fit and exits with 2. The times assume no overlap, and that hardware
-reaches the fractions cluster.achieved_flops and cluster.achieved_memory_bandwidth of its published figures: compare
-them with the metrics.jsonl (mfu) of a first run.
+does not fit, it prints one line with settings that fit and exits with 2. The times assume that
+weights and gradients of blocks are sent while others are computed, and that hardware reaches the fractions
+cluster.achieved_flops and cluster.achieved_memory_bandwidth of its published figures: compare them with the
+metrics.jsonl (mfu) of a first run.
 
 In place of CONFIG, the folder of a model is planned as the recipe qwen3_5_4b without its stages, at the model's own
 length and with about 32,768 tokens on a rank. Of a folder of the Hugging Face library, config.json is enough.
@@ -60,8 +61,6 @@ def _print_stage(config: PlanConfig, steps: int) -> None:
     corpus, too_short = corpus_rows(config, steps)
     if too_short:
         print(f"warning: {too_short}", file=sys.stderr)
-    if config.parallel.engine == "fsdp":
-        print('warning: memory, traffic and time are those of parallel.engine = "deepspeed"', file=sys.stderr)
     needs = [*memory_rows(config), *traffic_rows(config), *time_rows(config, steps), *disk_rows(config)]
     print(markdown([("", "", "details"), *model_rows(config, steps), *corpus, *needs]))
     if problem := plan_fit.memory_problem(config):
@@ -126,6 +125,8 @@ def model_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
     yield "FLOP of the run", f"{flops.total * tokens:.3g}", "of all tokens"
     cluster = config.cluster
     yield "ranks", f"{cluster.ranks}", f"{_count(cluster.nodes, 'node')} of {cluster.gpus_per_node}; {layout(config)}"
+    if config.parallel.engine == "deepspeed":
+        yield "planned engine", "fsdp", "DeepSpeed overlaps less, and in bfloat16 stage 1 keeps whole float32 gradients"
 
 
 def layout(config: PlanConfig) -> str:
@@ -196,7 +197,7 @@ def time_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
         "loss": f"{in_units(plan.bytes_moved_by_loss(config))} beside its products",
         "launches": f"{host}, less the above: {launches}",
         "optimizer": _of_optimizer(config),
-        "communication": "collectives, without overlap",
+        "communication": _of_collectives(config, step.communication),
     }
     for name, seconds in step._asdict().items():
         yield f"time per step: {name}", f"{1e3 * seconds:.3g} ms", sources[name]
@@ -208,6 +209,11 @@ def time_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
     yield "duration of the run", duration(seconds), f"{hours:,.0f} GPU hours, steps only"
     if price := cluster.gpu_hour_price:
         yield "price of the run", f"{hours * price:,.0f}", f"at {price:g} for a GPU hour"
+
+
+def _of_collectives(config: PlanConfig, exposed: float) -> str:
+    hidden = sum(one.seconds(config.cluster) for one in collectives(config)) - exposed
+    return f"beside {1e3 * hidden:.3g} ms behind forwards and backwards" if hidden > 0 else "no overlap"
 
 
 def _of_busiest(config: PlanConfig) -> str:

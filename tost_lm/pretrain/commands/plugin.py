@@ -7,6 +7,7 @@ the CPU in train.dtype, forward and backward, on tensors without values. Kernels
 are not counted.
 """
 
+from math import prod
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,7 +29,7 @@ def main(path: Path, config: PretrainConfig) -> None:
             "launches": costs.launches,
             "stored bytes per token": costs.stored,
             "bytes of a state": costs.state,
-            "parameters": spec.weights(shape) + numbers.decayed + numbers.vectors + numbers.replicated,
+            "parameters": spec.weights(shape) + sum(map(prod, (*numbers.split, *numbers.replicated))),
             "FLOP per token between the projections": sum(kind.total for kind in flops),
         }
         rows += [(spec.name, name, f"{count:,.0f}") for name, count in counts.items()]

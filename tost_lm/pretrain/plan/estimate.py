@@ -1,29 +1,30 @@
 """The time of a pre-training step on a cluster, from the settings alone.
 
-Times are sums, because no overlap is assumed. The fractions of published hardware figures that a run reaches are
-settings (`cluster.achieved_flops`, `cluster.achieved_memory_bandwidth`, `cluster.achieved_bandwidth`). The constants
-below are from one GPU, an NVIDIA H200, whose cells are in `results/benchmarks/gpu_nvidia-h200.json`. Bytes and launches
-are counted.
+Times are sums, but weights and gradients of blocks are sent while others are computed (`exposed_seconds`). The
+fractions of published hardware figures that a run reaches are settings (`cluster.achieved_flops`,
+`cluster.achieved_memory_bandwidth`, `cluster.achieved_bandwidth`). The constants below are from one GPU, an NVIDIA
+H200, whose cells are in `results/benchmarks/gpu_nvidia-h200.json`. Bytes and launches are counted.
 """
 
-import math
 from typing import NamedTuple
 
 from tost_lm.errors import ConfigError
 from tost_lm.model.flops import block_matrices, flops_per_token, peak_flops
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, costs_of
-from tost_lm.pretrain.plan.memory import logit_tiles, parameters_per_rank, reduces_at_end, state_bytes, zero_stage_of
+from tost_lm.pretrain.plan.groups import groups_of, is_plain, shards
+from tost_lm.pretrain.plan.memory import logit_tiles, state_bytes
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.plan.traffic import (
     TENSORS_PER_LAYER,
     collectives,
+    collectives_of_replicas,
+    fraction_computed_twice,
     mixer_forwards,
     mlp_forwards,
     recomputed_flops,
     tiles,
 )
-from tost_lm.sizes import CAST_ELEMENTS
 
 KERNEL_SECONDS = 2.3e-6
 """Time of a kernel of any size, beside that of its bytes: TSSA at three lengths."""
@@ -40,7 +41,7 @@ operations of the mixer around its operators."""
 MODEL_LAUNCHES = 22
 """Operations outside the blocks for a tile of a micro-batch: embedding, last norm and loss."""
 UPDATE_LAUNCHES = 24
-"""Operations after the last backward, of AdamW 4 (`tests/multiprocess/test_zero.py`)."""
+"""Operations after the last backward, of AdamW 4, beside two for each parameter: its norm, and its copy in bfloat16."""
 
 
 class Step(NamedTuple):
@@ -56,6 +57,7 @@ class Step(NamedTuple):
     launches: float
     """Time by which the host's launches of kernels exceed those before."""
     communication: float
+    """Time in which the ranks wait for collectives."""
 
     @property
     def total(self) -> float:
@@ -76,9 +78,23 @@ def step_seconds(config: PlanConfig) -> Step:
         loss=bytes_moved_by_loss(config) / bandwidth(config),
         optimizer=optimizer_seconds(config),
         launches=0.0,
-        communication=sum(one.seconds(cluster) for one in collectives(config)),
+        communication=0.0,
     )
-    return found._replace(launches=max(0.0, host_seconds(config) - sum(found[:-2])))
+    found = found._replace(launches=max(0.0, host_seconds(config) - found.total))
+    return found._replace(communication=exposed_seconds(config, found.total - found.optimizer))
+
+
+def exposed_seconds(config: PlanConfig, computed: float) -> float:
+    """Time of collectives beyond that in which forwards and backwards compute at the same time, given the seconds of
+    all forwards and backwards of a step. A backward takes twice the time of a forward, and that of recomputation."""
+    found, in_forwards = collectives(config), 1 + fraction_computed_twice(config)
+    exposed = sum(one.seconds(config.cluster) for one in found if not one.during)
+    for during, passes in (("forward", in_forwards), ("backward", mixer_forwards(config) + 2 - in_forwards)):
+        behind = [one for one in found if one.during == during]
+        seconds = sum(one.seconds(config.cluster) for one in behind)
+        hidden = computed * passes / (mixer_forwards(config) + 2) * max((one.passes for one in behind), default=0.0)
+        exposed += max(0.0, seconds - hidden)
+    return exposed
 
 
 def busiest(config: PlanConfig) -> float:
@@ -106,15 +122,13 @@ def launches(config: PlanConfig) -> float:
     """Operations that the host launches in a step."""
     around = COMPILED_BLOCK_LAUNCHES if config.train.compile else BLOCK_LAUNCHES
     each = config.model.layers * around + mixer_launches(config) + MODEL_LAUNCHES
-    return config.micro_batches * (tiles(config) * each + sum_launches(config)) + UPDATE_LAUNCHES
+    return config.micro_batches * tiles(config) * each + update_launches(config)
 
 
-def sum_launches(config: PlanConfig) -> float:
-    """Operations that add the gradients of a micro-batch to sums: at stage 1 in bfloat16 a cast and a sum of many at
-    once (`tost_lm.parallel.zero_step`), at others of each parameter."""
-    if zero_stage_of(config, config.cluster.ranks) == 1 and config.train.dtype == "bfloat16":
-        return 2 * math.ceil(parameters_per_rank(config) / CAST_ELEMENTS)
-    return 2 * TENSORS_PER_LAYER * config.model.layers
+def update_launches(config: PlanConfig) -> float:
+    """Operations that sum gradients over backwards, and that update the weights."""
+    backwards = config.micro_batches * tiles(config)
+    return (backwards + 2) * TENSORS_PER_LAYER * config.model.layers + UPDATE_LAUNCHES
 
 
 def update_flops(config: PlanConfig) -> float:
@@ -193,28 +207,34 @@ def bytes_moved_by_loss(config: PlanConfig) -> float:
 
 
 def optimizer_seconds(config: PlanConfig) -> float:
-    """Duration of the sums of gradients, their norm and clipping, and the update."""
+    """Duration of the sums of gradients, copies of what is sent, norm, clipping and the update."""
     in_bfloat16 = (peak_flops(config.cluster.device, "bfloat16") or peak(config)) * config.cluster.achieved_flops
     in_bytes = gradient_bytes(config) + update_bytes(config) / optimizer_of(config.optim).bandwidth
-    kernels = UPDATE_LAUNCHES + config.micro_batches * sum_launches(config)
-    return in_bytes / bandwidth(config) + update_flops(config) / in_bfloat16 + kernels * KERNEL_SECONDS
+    kernels = update_launches(config) * KERNEL_SECONDS
+    return in_bytes / bandwidth(config) + update_flops(config) / in_bfloat16 + kernels
 
 
 def gradient_bytes(config: PlanConfig) -> float:
-    """Bytes that a rank reads and writes between its backwards and the update.
+    """Bytes that a rank reads and writes beside its forwards, backwards and update.
 
-    Per gradient: 4 + e for the first micro-batch, 16 + e for each other one (a cast and a sum). Of all or, where they
-    are reduced in the backward, of its partition: the norm, in float64, 20, and zeros 4. Of the partition: clipping 8,
-    and in bfloat16 the copy of the weights 4 + e.
+    Per number: sums over backwards 4 + e for the first in bfloat16, 8 + e for each other one, unless each backward
+    reduces its gradients; norm, in float64, 20, and clipping 8 of the rank's shards; with all weights on a rank their
+    copy in bfloat16 4 + e. Buffers: a gather is copied out, 2·e, a reduction copied in, e + 4, and an all-reduce in,
+    divided and out, 24.
     """
-    n, e, ranks = parameters_per_rank(config), ELEMENT_BYTES[config.train.dtype], config.cluster.ranks
-    stage, partition = zero_stage_of(config, ranks), n * config.parallel.tensor / ranks
-    summed = n if reduces_at_end(config, stage) else partition
-    updated = 8 + 4 + e if e < 4 else 8
-    return (4 + e + (config.micro_batches - 1) * (16 + e)) * n + 24 * summed + updated * (partition if stage else n)
+    ranks, e, groups = config.cluster.ranks, ELEMENT_BYTES[config.train.dtype], groups_of(config, config.cluster.ranks)
+    backwards, plain, in_bfloat16 = config.micro_batches * tiles(config), is_plain(config, ranks), e < 4
+    summed = (8 + e) * (backwards - 1) + ((4 + e) if in_bfloat16 and (plain or backwards > 1) else 0)
+    if not plain and config.parallel.zero_stage > 1:
+        summed = 0
+    copied = (4 + e) * groups.numbers if plain and in_bfloat16 else 0
+    buffers = {"all-gather": 2 * shards(config, ranks), "reduce-scatter": 1 + e / 4, "all-reduce": 6 if plain else 0}
+    sent = sum(buffers[one.kind] * one.input_bytes for one in collectives_of_replicas(config))
+    return summed * groups.numbers + 28 * groups.padded / shards(config, ranks) + copied + sent
 
 
 def update_bytes(config: PlanConfig) -> float:
     """Bytes of a rank's update: it reads gradient, weight and state, and writes the last two."""
-    n, tensor, ranks = parameters_per_rank(config), config.parallel.tensor, config.cluster.ranks
-    return (12 * n + 2 * state_bytes(config, n, tensor)) * (tensor / ranks if zero_stage_of(config, ranks) else 1)
+    n = groups_of(config, config.cluster.ranks).numbers
+    state = state_bytes(config, n, config.parallel.tensor)
+    return (12 * n + 2 * state) / shards(config, config.cluster.ranks)

@@ -6,14 +6,7 @@ from typing import Any
 
 from tost_lm.config import differences, leaves
 from tost_lm.errors import ConfigError
-from tost_lm.pretrain.plan.activations import ELEMENT_BYTES
-from tost_lm.pretrain.plan.memory import (
-    checkpoint_bytes,
-    largest_tile,
-    parameters_per_rank,
-    peak_moment,
-    weights_and_optimizer,
-)
+from tost_lm.pretrain.plan.memory import checkpoint_bytes, largest_tile, peak_moment, weights_and_optimizer
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.plan.traffic import tiles
 
@@ -23,10 +16,9 @@ def host_bytes(config: PlanConfig) -> float:
     copy = checkpoint_bytes(config) if config.checkpoint.asynchronous else 0
     if config.parallel.offload == "none":
         return copy
-    _, optimizer = weights_and_optimizer(config, config.cluster.ranks)
-    partition = parameters_per_rank(config) * config.parallel.tensor / config.cluster.ranks
-    weights = ELEMENT_BYTES[config.train.dtype] * partition if config.parallel.offload == "all" else 0
-    return copy + config.cluster.gpus_per_node * (optimizer + 4 * partition + weights)
+    weights, optimizer = weights_and_optimizer(config, config.cluster.ranks)
+    gradients = weights
+    return copy + config.cluster.gpus_per_node * (weights + gradients + optimizer)
 
 
 def gpu_bytes(config: PlanConfig) -> float:

@@ -2,24 +2,24 @@
 
 The plan has five moments of a step, one of which has the peak. The symbols of the formulas:
 
-    n  parameters on a tensor rank: an equal fraction of embedding, mixers and MLPs, and all positions and scales
-    R  replicas: data ranks × sequence ranks
+    n  parameters on a tensor rank: a fraction of embedding, mixers and MLPs, and all positions and scales
+    R  ranks that shard: data ranks × sequence ranks, or `parallel.shard_ranks`
     s  sequence ranks
     t  tensor ranks
     e  bytes of an element: 2 in bfloat16, 4 in float32
     C  channels, H heads, V vocabulary size
 
-**Weights** take e·n. ZeRO stage 3 has a partition of them, and at most 10⁹ gathered parameters.
+**Weights**: a rank keeps 4·n/R in float32. It gathers e·n more, at stages 1 and 2 from the first forward of a step to
+its last backward, at stage 3 of the buckets in use (`groups.py`). At stage 0, or with one replica, it keeps 4·n, and in
+bfloat16 2·n more.
 
-**Optimizer** state takes 12·n/R: the float32 copy of the weights that DeepSpeed makes, even in float32, and AdamW's two
-moments. Stage 0, which one replica in float32 always runs, has no copy and takes 8·n. Other
-optimizers keep what their modules in `tost_lm/optim` state.
+**Optimizer** state is divided like the weights: AdamW's two moments, 8·n/R, or what other optimizers state in
+`tost_lm/optim`.
 
 **Activations** are described in `activations.py`.
 
-`memory.tile_tokens`: activations and loss count the tokens of one tile. In addition there are the sums of gradients
-over tiles, 4·n, the row's tokens and labels, 16 bytes per token, and a state of each mixer for each tile
-(`tost_lm/mixers/*/spec.py`).
+`memory.tile_tokens`: activations and loss count the tokens of one tile. In addition there are the row's
+tokens and labels, 16 bytes per token, and a state of each mixer for each tile (`tost_lm/mixers/*/spec.py`).
 
 **Loss**: the logits of a tile and their gradient take at most 2³⁰ bytes. On a CPU they take at most 2²⁸ bytes, in
 float32 and, with bfloat16 weights, also in bfloat16. The tile also takes e·C per token. The forward computes the
@@ -27,18 +27,18 @@ gradient of the head's weight, 4·V·C/t. With bfloat16, that of a tile, 2·V·C
 logits. The head's input and its gradient take 2·e·C per token for any t. The weight's gradient exists until the
 embedding's gradient is added to it; a head that is not tied keeps it.
 
-**Gradients and buffers** depend on the ZeRO stage (`_gradients`). DeepSpeed fills buckets of at most 4·10⁷ gradients,
-or of the largest tensor, and sends a copy of each during the backward. Stage 0, and stage 1 in bfloat16, send copies of
-up to 5·10⁸ gradients after it. Stage 1 in bfloat16 has all gradients of a micro-batch, e·n, until they are added to
-their sums; up to 2²⁴ are cast at once for that, and for the norm. A GPU allocates whole buckets; a CPU only has the
-memory that is written.
+**Gradients** of a bucket take e per number in its backward, and 4 in the buffer of their reduction, which exists until
+the next reduction; reduced ones take 4·n/R. At stages 0 and 1 and with one replica, those of several micro-batches or
+tiles are summed whole, in float32, before. A gather has two copies of its bucket, and in the backward the next bucket
+is gathered ahead. The norm casts up to 2²⁴ gradients to float64 at once.
 
 Not planned: the device context, libraries and NCCL (`cluster.reserved_gb`), fragmentation by the allocator, and the
 host copy of an asynchronous checkpoint.
 """
 
 import math
-from itertools import accumulate
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 from tost_lm.errors import ConfigError
@@ -52,17 +52,15 @@ from tost_lm.pretrain.plan.activations import (
     micro_batch_tokens,
     tokens_in_memory,
 )
+from tost_lm.pretrain.plan.groups import NO_GROUP, groups_of, is_plain, shards, sum_of
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.sizes import CAST_ELEMENTS, DEVICE_LOGITS_BYTES, LOGITS_BYTES, bucket_elements
-
-REDUCED_AT_END = 500_000_000  # elements: DeepSpeed's buffer where no gradient is reduced before the end of the backward
-GATHERED = 1_000_000_000  # elements: its stage3_max_live_parameters
+from tost_lm.sizes import BUCKET_ELEMENTS, CAST_ELEMENTS, DEVICE_LOGITS_BYTES, LOGITS_BYTES
 
 SMALLEST_TILE = 1024  # tokens
 AnyPretrainConfig = TypeVar("AnyPretrainConfig", bound=PretrainConfig)
 
-LOSS, START, END = "at the loss", "at the start of the blocks' backward", "at the end of the backward"
-MOMENTS = (LOSS, START, END, "at the gradient reduction", "at the update")
+LOSS, START, END = "at the loss", "at the start of a backward", "at the end of a backward"
+REDUCTION, UPDATE = "at the gradient reduction", "at the update"
 
 
 class Moment(NamedTuple):
@@ -74,59 +72,123 @@ class Moment(NamedTuple):
     gradients: float
     activations: float
     loss: float
-    buffers: float
+    buffers: float = 0.0
 
     @property
     def total(self) -> float:
         return sum(self[1:])
 
 
-def moments(config: PretrainConfig, ranks: int, *, whole_buckets: bool | None = None) -> list[Moment]:
+def moments(config: PretrainConfig, ranks: int) -> list[Moment]:
     """The moments that may have the peak, in order of time, on a GPU unless `run.device` is cpu.
-
-    Args:
-        whole_buckets: count DeepSpeed's buckets as they are allocated; None: not on a CPU, which has only the memory
-            that is written.
 
     Raises:
         ConfigError: the batch is not divisible by the ranks.
     """
-    tokens, model, tensor = tokens_in_memory(config), config.model, config.parallel.tensor
+    found = _of_copies(config, ranks) if is_plain(config, ranks) else _of_shards(config, ranks)
+    exchanged = 0.0
+    if config.parallel.tensor > 1:
+        exchanged = ELEMENT_BYTES[config.train.dtype] * tokens_in_memory(config) * config.model.width
+    return [moment._replace(buffers=moment.buffers + exchanged) for moment in found]
+
+
+def _of_copies(config: PretrainConfig, ranks: int) -> Iterator[Moment]:
+    """Each rank has all weights, gradients and optimizer state."""
+    n, e, kept = groups_of(config, ranks).numbers, ELEMENT_BYTES[config.train.dtype], _activations(config)
+    sums = 4 * n if _has_several_backwards(config, ranks) else 0
+
+    def at(name: str, *others: float) -> Moment:
+        return Moment(name, *weights_and_optimizer(config, ranks), *others)
+
+    yield at(LOSS, sums, kept.at_loss, loss_bytes(config))
+    yield at(START, sums, max(kept.during), kept.table)
+    in_sums = sums and e == 4
+    # The gradients of head and embedding of one weight, or the last and its sum so far.
+    added = kept.table if config.model.tied_head or in_sums else 0.0
+    yield at(END, sums if in_sums else sums + e * n, max(kept.before[0], kept.during[0] - added), 0.0, added)
+    bucket = min(n, max(BUCKET_ELEMENTS, kept.table / e)) if ranks > config.parallel.tensor else 0
+    yield at(REDUCTION, 4 * n, 0.0, 0.0, 8 * bucket)
+    yield at(UPDATE, 4 * n, 0.0, 0.0, 8 * min(n, CAST_ELEMENTS))
+
+
+def _of_shards(config: PretrainConfig, ranks: int) -> Iterator[Moment]:
+    """Weights, gradients and optimizer state are sharded. The backward computes and reduces one group after another."""
+    groups, e, stage = groups_of(config, ranks), ELEMENT_BYTES[config.train.dtype], config.parallel.zero_stage
     weights, optimizer = weights_and_optimizer(config, ranks)
+    reduced = 4 * groups.padded / shards(config, ranks)
     if config.parallel.offload != "none":
-        optimizer = 0.0
-    kept, blocks, e = (
-        activation_bytes_per_token(config) * tokens,
-        block_bytes(config),
-        ELEMENT_BYTES[config.train.dtype],
-    )
-    # The backward begins with the last block. What it has passed is freed.
-    freed = accumulate((block.kept for block in reversed(blocks)), initial=0.0)
-    in_backward = max(block.in_backward - size for block, size in zip(reversed(blocks), freed, strict=False))
-    first = blocks[0].kept + blocks[0].in_backward
-    gathered = e * tokens * model.width if tensor > 1 else 0.0
-    head_gradient = e * model.vocab_size * model.width / tensor
-    tiled = config.tile_tokens < config.row_tokens
-    between_tiles = tile_states_bytes(config) + 16 * micro_batch_tokens(config) if tiled else 0.0
-    activations_and_loss = {
-        LOSS: (kept + between_tiles, loss_bytes(config)),
-        START: (kept + in_backward + between_tiles, head_gradient),
-        # Activations of the first block, before the gradient of the embedding. With tiles they are freed by now.
-        END: (0.0 if tiled else max(0.0, first - head_gradient), 0.0),
-    }
-    sums = {LOSS: 4 * parameters_per_rank(config), START: 4 * parameters_per_rank(config)} if tiled else {}
-    return [
-        Moment(
-            name, weights, optimizer, gradients + sums.get(name, 0.0),
-            *activations_and_loss.get(name, (0.0, 0.0)), buffers + gathered,
-        )
-        for name, (gradients, buffers) in _gradients(config, ranks, whole_buckets).items()
-    ]  # fmt: skip
+        weights = optimizer = reduced = 0.0
+    kept, several = _activations(config), _has_several_backwards(config, ranks)
+    sums = 4 * groups.padded if several and stage == 1 else 0
+    in_sums = sums and e == 4
+    embedding, head = groups.ends or 2 * [NO_GROUP]
+    whole = e * (groups.root.padded if stage == 3 else groups.padded)
+
+    def at(name: str, gathered: float, *others: float) -> Moment:
+        return Moment(name, weights + gathered, optimizer, *others)
+
+    gradients = sums or (reduced if several else 0.0)
+    # A forward keeps the buffer of its last gather; at stages 1 and 2 only the first forward of a step gathers.
+    buffer = e * [groups.root, *groups.buckets, *groups.ends][-1].padded
+    if stage < 3:
+        buffer = 0.0 if config.tile_tokens < config.row_tokens else max(0.0, buffer - gradients)
+    yield at(LOSS, whole + e * head.padded, gradients, kept.at_loss, loss_bytes(config), buffer)
+    order = [*reversed(groups.buckets), sum_of([groups.root, embedding])]
+    gathers = [*order[:-1], embedding, NO_GROUP] if stage == 3 else [NO_GROUP] * (len(order) + 1)
+    passed, end, sent, of_head = 0, config.model.layers, 4 * head.padded, 0.0 if groups.ends else kept.table
+    for group, (own, ahead) in zip(order, pairwise(gathers), strict=True):
+        start, is_last, prefetched = end - group.blocks, group is order[-1], e * ahead.padded
+        here = reduced * passed / groups.padded
+        gradients = sums - 4 * passed + here if sums else max(gradients, here)
+        if group.blocks:
+            during = max(kept.during[start:end])
+            gathering = max(prefetched, e * own.padded)  # for a moment there are two copies
+            yield at(START, whole + e * own.padded, gradients, during, of_head, gathering + sent)
+        of_head = 0.0 if is_last else of_head
+        new = 0 if in_sums else e * group.numbers
+        added = kept.table if is_last and (config.model.tied_head or in_sums) else 0.0
+        during = max(kept.before[start], (kept.during[start] if group.blocks else 0.0) - added)
+        yield at(END, whole + e * own.padded, gradients + new, during, of_head, prefetched + sent + added)
+        whole -= e * group.padded if stage == 1 or (stage == 2 and not several) else 0
+        sent = 4 * group.padded
+        unreduced = 0 if sums else new
+        yield at(REDUCTION, whole, gradients + unreduced, kept.before[start], of_head, prefetched + sent)
+        passed, end = passed + group.padded, start
+    yield at(UPDATE, 0.0, reduced, 0.0, 0.0, 8 * min(groups.padded / shards(config, ranks), CAST_ELEMENTS))
 
 
-def peak_moment(config: PretrainConfig, ranks: int, *, whole_buckets: bool | None = None) -> Moment:
+class _Activations(NamedTuple):
+    """Bytes of a micro-batch, or of a tile with the states between tiles."""
+
+    at_loss: float
+    during: list[float]
+    """While the backward of each block computes."""
+    before: list[float]
+    """Of all blocks before each one, and after the last one."""
+    table: float
+    """The gradient of the embedding or the head."""
+
+
+def _activations(config: PretrainConfig) -> _Activations:
+    between_tiles = 0.0
+    if config.tile_tokens < config.row_tokens:
+        between_tiles = tile_states_bytes(config) + 16 * micro_batch_tokens(config)
+    blocks, kept = block_bytes(config), between_tiles + activation_bytes_per_token(config) * tokens_in_memory(config)
+    before = [*accumulate((block.kept for block in blocks), initial=between_tiles)]
+    before[-1] = kept
+    during = [after + block.in_backward for after, block in zip(before[1:], blocks, strict=True)]
+    table = ELEMENT_BYTES[config.train.dtype] * config.model.vocab_size * config.model.width / config.parallel.tensor
+    return _Activations(kept, during, before, table)
+
+
+def _has_several_backwards(config: PretrainConfig, ranks: int) -> bool:
+    """Whether a step has several micro-batches or tiles. Raises as `moments`."""
+    return config.tile_tokens < config.row_tokens or config.accumulation(ranks) > 1
+
+
+def peak_moment(config: PretrainConfig, ranks: int) -> Moment:
     """The moment with the peak memory; arguments as `moments`."""
-    return max(moments(config, ranks, whole_buckets=whole_buckets), key=lambda moment: moment.total)
+    return max(moments(config, ranks), key=lambda moment: moment.total)
 
 
 def largest_tile(config: AnyPretrainConfig, ranks: int, limit: float) -> AnyPretrainConfig:
@@ -149,12 +211,6 @@ def largest_tile(config: AnyPretrainConfig, ranks: int, limit: float) -> AnyPret
     )
 
 
-def parameters_per_rank(config: PretrainConfig) -> float:
-    """Parameters on a tensor rank, n in the formulas."""
-    counts = parameters(config.model)
-    return counts.positions + counts.scales + (counts.embedding + counts.mixers + counts.mlps) / config.parallel.tensor
-
-
 def tile_states_bytes(config: PretrainConfig) -> float:
     """Bytes of the states between tiles on the device. States that grow with the length have gradients in float32."""
     if config.memory.offload_tile_states:
@@ -167,36 +223,12 @@ def tile_states_bytes(config: PretrainConfig) -> float:
     return math.ceil(config.row_tokens / config.tile_tokens) * states / config.parallel.tensor * rows
 
 
-def zero_stage_of(config: PretrainConfig, ranks: int) -> int:
-    """The ZeRO stage that runs."""
-    replicas = ranks // config.parallel.tensor
-    return config.parallel.partitioning_stage(replicas)
-
-
-def reduced_at_once(config: PretrainConfig, stage: int) -> float:
-    """Gradients that are reduced at once, at most."""
-    n, model = parameters_per_rank(config), config.model
-    if reduces_at_end(config, stage):
-        return min(n, REDUCED_AT_END)
-    tables = parameters(model).positions, model.vocab_size * model.width / config.parallel.tensor
-    return bucket_elements(n, max(tables))
-
-
-def reduces_at_end(config: PretrainConfig, stage: int) -> bool:
-    """Whether DeepSpeed reduces gradients after the last backward, not during it."""
-    return stage == 0 or (stage == 1 and config.train.dtype == "bfloat16")
-
-
 def weights_and_optimizer(config: PretrainConfig, ranks: int) -> tuple[float, float]:
-    """Bytes of weights and optimizer state of a rank, on the device or offloaded."""
-    n, stage, e = parameters_per_rank(config), zero_stage_of(config, ranks), ELEMENT_BYTES[config.train.dtype]
-    fraction, state = config.parallel.tensor / ranks, state_bytes(config, n, config.parallel.tensor)
-    if stage == 0:
-        return e * n, state
-    own = (4 * n + state) * fraction
-    if stage < 3:
-        return e * n, own
-    return e * min(n, GATHERED) + (0.0 if config.parallel.offload == "all" else e * n * fraction), own
+    """Bytes of weights and optimizer state that a rank has between steps, on the device or offloaded."""
+    groups, divided = groups_of(config, ranks), shards(config, ranks)
+    state = state_bytes(config, groups.padded, config.parallel.tensor) / divided
+    copies = 2 * groups.numbers if is_plain(config, ranks) and config.train.dtype == "bfloat16" else 0
+    return 4 * groups.padded / divided + copies, state
 
 
 class LogitTiles(NamedTuple):
@@ -227,56 +259,6 @@ def loss_bytes(config: PretrainConfig) -> float:
     if e < 4:  # then only the gradient of the logits is left, and in e bytes that of the weight
         logits = max(logits, e * (tiles.tokens + C))
     return vocabulary * (logits + 4 * C) + e * C * tiles.tokens + 2 * e * C * tokens
-
-
-def _gradients(config: PretrainConfig, ranks: int, whole_buckets: bool | None) -> dict[str, tuple[float, float]]:
-    """Bytes of gradients and buffers by moment (DeepSpeed 0.19, runtime/zero/stage_1_and_2.py and stage3.py)."""
-    parallel, n, e = config.parallel, parameters_per_rank(config), ELEMENT_BYTES[config.train.dtype]
-    tensor, stage = parallel.tensor, zero_stage_of(config, ranks)
-    partition, one_replica = n * tensor / ranks, ranks == tensor
-    only_written = config.run.device == "cpu" if whole_buckets is None else not whole_buckets
-    accumulates = config.accumulation(ranks) > 1
-    filled = reduced_at_once(config, stage)
-    # Stages 1 and 2 fill one bucket while the other is reduced. A CPU has only the memory that is written.
-    two_buckets = min(n, 2 * filled) if only_written else 2 * filled
-    bucket = 4 * filled if stage == 3 else (e if stage == 2 else 4) * two_buckets
-    empty_bucket = 0.0 if only_written else bucket
-    # The gradients of head and embedding of one weight, or the last and its sum so far.
-    has_two = config.model.tied_head or accumulates
-    table = e * config.model.vocab_size * config.model.width / tensor if has_two else 0.0
-
-    if stage == 0:
-        summed = 4 * n if accumulates else 0.0
-        steps = [(summed, 0), (summed, 0), (4 * n, table), (4 * n, 0 if one_replica else 4 * filled), (4 * n, 0)]
-    elif stage == 1 and e == 2:
-        cast, copy = min(n, CAST_ELEMENTS), 0 if one_replica else 4 * filled
-        added = max(table, 4 * cast if accumulates else 0.0)
-        # At the update, squares are added up in float64.
-        steps = [(4 * n, 0), (4 * n, 0), ((4 + e) * n, added), (4 * n, copy), (4 * n, max(copy, 8 * cast))]
-    elif stage == 1:
-        summed = 4 * n if accumulates else 0.0
-        steps = [
-            (summed, empty_bucket if accumulates else 0), (summed, empty_bucket), (4 * n, table + empty_bucket),
-            # At the update, a copy of the partition's gradients.
-            (4 * partition, bucket + 4 * filled), (4 * partition, 4 * partition),
-        ]  # fmt: skip
-    elif stage == 2:
-        summed = 4 * partition if accumulates else 0.0
-        copy = 6 * filled if e == 2 else (0 if one_replica else 4 * filled)
-        reduced = summed + 4 * partition if e == 4 else 4 * partition
-        steps = [
-            (summed, 0), (summed, empty_bucket), (summed, bucket + table), (reduced, bucket + copy),
-            (4 * partition, 4 * partition if e == 4 else 0),
-        ]  # fmt: skip
-    else:
-        empty_bucket = bucket  # always allocated
-        steps = [
-            (4 * partition, bucket), (4 * partition, bucket), (4 * partition + e * filled, bucket + table),
-            (4 * partition + e * filled, bucket + 4 * filled), (4 * partition, bucket + 4 * partition),
-        ]  # fmt: skip
-    if parallel.offload != "none":
-        steps[-1] = (0.0, empty_bucket)  # the host does the update
-    return dict(zip(MOMENTS, steps, strict=True))
 
 
 def state_bytes(config: PretrainConfig, n: float, tensor: int = 1) -> float:

@@ -1,16 +1,18 @@
 """The collectives of a rank in a step, and how often it computes what, from the settings alone."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Literal, NamedTuple
 
 from tost_lm.mixers.spec import gathered_tokens
-from tost_lm.model.flops import mlp_weights, parameters, vectors
+from tost_lm.model.flops import mlp_weights
 from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, costs_of, load_of, micro_batch_tokens
-from tost_lm.pretrain.plan.memory import logit_tiles, parameters_per_rank, reduced_at_once
+from tost_lm.pretrain.plan.groups import NO_GROUP, Group, groups_of, is_plain, replicated_numbers, shards
+from tost_lm.pretrain.plan.memory import logit_tiles
 from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
-from tost_lm.sizes import rows_of_groups
+from tost_lm.sizes import BUCKET_ELEMENTS, rows_of_groups
 
 TENSORS_PER_LAYER = 10
 """Parameters of a layer, about."""
@@ -74,11 +76,14 @@ def recomputed_flops(config: PlanConfig) -> tuple[float, float]:
     return products, attention
 
 
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+
+
 class Collectives(NamedTuple):
     """The collectives of one kind that a rank calls in a step."""
 
     content: str
-    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+    kind: Kind
     calls: float
     input_bytes: float
     """Sum over these calls on this rank."""
@@ -86,6 +91,10 @@ class Collectives(NamedTuple):
     """Size of the group."""
     stride: int
     """Difference between consecutive ranks of the group."""
+    during: Literal["forward", "backward"] | None = None
+    """What is computed at the same time; None: the ranks wait."""
+    passes: float = 1.0
+    """Fraction of the step's forwards or backwards during which they run."""
 
     @property
     def sent_bytes(self) -> float:
@@ -111,35 +120,62 @@ class Collectives(NamedTuple):
 
 def collectives(config: PlanConfig) -> list[Collectives]:
     """All collectives of a rank in a step. Raises ConfigError when the batch is not divisible by the ranks."""
-    found = [*_of_replicas(config), *_of_tensor_ranks(config), *_of_sequence_ranks(config)]
+    found = [*_of_tensor_ranks(config), *_of_sequence_ranks(config)]
+    return [*collectives_of_replicas(config), *_used(found)]
+
+
+def collectives_of_replicas(config: PlanConfig) -> list[Collectives]:
+    """Those over data × sequence ranks; raises as `collectives`."""
+    return _used(_of_replicas(config))
+
+
+def _used(found: Iterable[Collectives]) -> list[Collectives]:
     return [one for one in found if one.ranks > 1 and one.calls]
 
 
 def _of_replicas(config: PlanConfig) -> Iterator[Collectives]:
-    """DeepSpeed's collectives over data × sequence ranks. Stage 2 reduces gradients after every micro-batch."""
-    n, e, tensor = parameters_per_rank(config), ELEMENT_BYTES[config.train.dtype], config.parallel.tensor
-    stage, micro_batches, replicas = config.parallel.zero_stage, config.micro_batches, config.cluster.ranks // tensor
-    buckets = math.ceil(n / reduced_at_once(config, stage))
-    if stage < 3:
-        padded = _padded_parameters(config, replicas)
-        times, reduced = micro_batches if stage == 2 else 1, padded if stage == 1 and e == 2 else n
-        yield Collectives("gradients", "all-reduce", times * buckets, times * 4 * reduced, replicas, tensor)
-        if stage:
-            yield Collectives("weights", "all-gather", 2, e * padded / replicas, replicas, tensor)
+    """Weights and gradients over data × sequence ranks (`tost_lm/parallel/fsdp.py`).
+
+    Gradients are sent in float32: once in a step at stages 0 and 1, after each backward at stages 2 and 3, and between
+    copies of the shards once in a step. Stages 1 and 2 gather weights once in a step. Stage 3 gathers those of blocks
+    and of untied ends for each forward and backward, all others for each tile. The forwards that only compute states
+    between tiles do not use the head.
+    """
+    ranks, tensor, stage = config.cluster.ranks, config.parallel.tensor, config.parallel.zero_stage
+    groups, replicas, divided = groups_of(config, ranks), ranks // tensor, shards(config, ranks)
+    if is_plain(config, ranks):
+        calls = math.ceil(groups.numbers / BUCKET_ELEMENTS)
+        yield Collectives("gradients", "all-reduce", calls, 4 * groups.numbers, replicas, tensor)
         return
-    tensors = TENSORS_PER_LAYER * config.model.layers  # gathered one by one, at most twice per micro-batch
-    yield Collectives(
-        "weights", "all-gather", 2 * micro_batches * tensors, 2 * micro_batches * e * n / replicas, replicas, tensor
+    backwards = config.micro_batches * tiles(config)
+    forwards = 2 * backwards - config.micro_batches
+    embedding, head = groups.ends or 2 * [NO_GROUP]
+    outside = [(backwards, groups.root), (forwards + backwards, embedding), (2 * backwards, head)]
+    in_forward, in_backward = ([(times, group) for group in groups.buckets] for times in (forwards, backwards))
+    if stage < 3:
+        outside, in_forward, in_backward = [(1, groups.root)], [(1, group) for group in groups.buckets], []
+    gathers = partial(_sent, "all-gather", ELEMENT_BYTES[config.train.dtype] / divided, divided, tensor)
+    elsewhere = " outside the blocks" if groups.buckets else ""
+    yield gathers(f"weights{elsewhere}", outside)
+    yield gathers("weights of blocks, forward", in_forward)._replace(
+        during="forward", passes=1 if stage == 3 else 1 / forwards
     )
-    yield Collectives("gradients", "reduce-scatter", micro_batches * buckets, micro_batches * 4 * n, replicas, tensor)
+    yield gathers("weights of blocks, backward", in_backward)._replace(during="backward")
+    reduces = partial(_sent, "reduce-scatter", 4, divided, tensor)
+    sums = partial(_sent, "all-reduce", 4 / divided, replicas // divided, tensor * divided)
+    for send, times in ((reduces, 1 if stage == 1 else backwards), (sums, 1)):
+        yield send(f"gradients{elsewhere}", [(times, group) for group in (groups.root, *groups.ends)])
+        of_blocks = send("gradients of blocks", [(times, group) for group in groups.buckets])
+        yield of_blocks._replace(during="backward", passes=times / backwards)
 
 
-def _padded_parameters(config: PlanConfig, replicas: int) -> float:
-    """Parameters of a rank, each of the optimizer's two groups padded to a multiple of 2 for each replica."""
-    split, replicated = vectors(config.model)
-    without_decay = split / config.parallel.tensor + replicated
-    groups = without_decay, parameters_per_rank(config) - without_decay
-    return sum(math.ceil(group / (2 * replicas)) * 2 * replicas for group in groups)
+def _sent(
+    kind: Kind, element_bytes: float, ranks: int, stride: int, content: str, groups: list[tuple[int, Group]]
+) -> Collectives:
+    """Of each group, so many times."""
+    calls = sum(times for times, group in groups if group.numbers)
+    padded = sum(times * group.padded for times, group in groups)
+    return Collectives(content, kind, calls, element_bytes * padded, ranks, stride)
 
 
 def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
@@ -147,16 +183,15 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
 
     The residual stream is gathered before each pair of linear layers and scattered after it. The backward gathers it
     once more for the weights' gradients. A recomputed block or MLP repeats its collectives. Our own send one number per
-    token for the softmax over heads, three in its backward, two for the loss, and gradients of replicated parameters.
+    token for the softmax over heads, three in its backward, two for the loss, and once in a step the
+    gradients of replicated parameters.
     """
     model, ranks, k, M = config.model, config.parallel.tensor, config.micro_batches, micro_batch_tokens(config)
     stream = ELEMENT_BYTES[config.train.dtype] * M * model.width
-    layers, counts = model.layers, parameters(model)
+    layers = model.layers
     mixers, mlps, per_row = layers * mixer_forwards(config), layers * mlp_forwards(config), mlp_tiles(config)
-    replicated = (4 if model.layer_scale else 2) * layers + 1 + (counts.positions > 0)
     calls_of_softmax, bytes_of_softmax = 0, 0.0
-    for spec, shape in model.mixers:
-        replicated += model.letters.count(spec.letter) * spec.numbers(shape).replicated_tensors
+    for spec, _ in model.mixers:
         if of_layer := costs_of(config, spec).head_softmax:
             calls_of_softmax += 2 * model.letters.count(spec.letter)
             bytes_of_softmax += model.letters.count(spec.letter) * of_layer
@@ -169,9 +204,8 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     yield Collectives("residual stream", "reduce-scatter", k * calls, k * sizes, ranks, 1)
     yield Collectives("softmax over heads", "all-gather", k * calls_of_softmax, k * bytes_of_softmax, ranks, 1)
     yield Collectives("loss", "all-gather", k * logit_tiles(config).calls, k * 8 * M, ranks, 1)
-    yield Collectives(
-        "norms, positions", "all-reduce", k * replicated, k * 4 * (counts.positions + counts.scales), ranks, 1
-    )
+    replicated = replicated_numbers(config, config.cluster.ranks)
+    yield Collectives("norms, positions", "all-reduce", 1, 4 * replicated, ranks, 1)
 
 
 def sent_again(config: PlanConfig) -> bool:
