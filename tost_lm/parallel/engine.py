@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,8 @@ from tost_lm.model.lm import TostLM
 from tost_lm.optim.interface import statistics_of
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.rank_weights import draw_on_rank, slice_of
-from tost_lm.sizes import CAST_ELEMENTS
+from tost_lm.sizes import CAST_ELEMENTS, buckets
 
-Item = TypeVar("Item")
 Moments = Iterator[tuple[str, str, Tensor]]
 
 
@@ -167,15 +166,3 @@ def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
     pieces = chain.from_iterable(gradient.flatten().split(CAST_ELEMENTS) for gradient in gradients)
     flat = (torch.cat(pieces) for pieces in buckets(pieces, Tensor.numel, CAST_ELEMENTS))  # few launches
     return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in flat]).square().sum()
-
-
-def buckets(items: Iterable[Item], size: Callable[[Item], int], least: int) -> list[list[Item]]:
-    """Consecutive items that together have at least so many elements, but for the last ones."""
-    found: list[list[Item]] = []
-    elements = least
-    for item in items:
-        if elements >= least:
-            found, elements = [*found, []], 0
-        found[-1].append(item)
-        elements += size(item)
-    return found

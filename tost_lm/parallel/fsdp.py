@@ -26,10 +26,11 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.block import LMOutput
 from tost_lm.model.lm import TostLM
 from tost_lm.parallel.agreement import communication_device
-from tost_lm.parallel.engine import Engine, buckets, counted_once, sum_of_squares
+from tost_lm.parallel.engine import Engine, counted_once, sum_of_squares
 from tost_lm.parallel.mesh import Axis, Mesh, all_reduce
 from tost_lm.parallel.rank_weights import allocate, replace_parameter, slice_of
 from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.sizes import buckets
 from tost_lm.torch_internals import add_each, copy_each
 
 

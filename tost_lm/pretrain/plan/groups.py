@@ -35,16 +35,16 @@ class Groups(NamedTuple):
     """Those that are whole from the first forward of a step, or at stage 3 of a tile, to its last backward."""
     buckets: list[Group]
     """Blocks in order; empty: the root has all."""
-    ends: list[Group]
-    """At stage 3, the embedding and a head that is not tied to it, each by itself; else empty."""
+    embedding: Group = NO_GROUP
+    """At stage 3, one that is not tied to the head."""
 
     @property
     def numbers(self) -> int:
-        return sum_of([self.root, *self.buckets, *self.ends]).numbers
+        return sum_of([self.root, *self.buckets, self.embedding]).numbers
 
     @property
     def padded(self) -> int:
-        return sum_of([self.root, *self.buckets, *self.ends]).padded
+        return sum_of([self.root, *self.buckets, self.embedding]).padded
 
 
 def is_plain(config: PretrainConfig, ranks: int) -> bool:
@@ -71,10 +71,11 @@ def groups_of(config: PretrainConfig, ranks: int) -> Groups:
     ]
     by_block = config.parallel.zero_stage == 3 and not is_plain(config, ranks)
     if not by_block and len(buckets) == 1:
-        return Groups(sum_of([_group(ends, divided), *of_buckets]), [], [])
-    alone = [weight for weight in ends if weight.component == "embedding" and by_block and not model.tied_head]
-    root = [weight for weight in ends if weight not in alone]
-    return Groups(_group(root, divided), of_buckets, [_group([weight], divided) for weight in alone])
+        return Groups(sum_of([_group(ends, divided), *of_buckets]), [])
+    if not by_block or model.tied_head:
+        return Groups(_group(ends, divided), of_buckets)
+    embedding, *root = ends
+    return Groups(_group(root, divided), of_buckets, _group([embedding], divided))
 
 
 def replicated_numbers(config: PretrainConfig, ranks: int) -> int:

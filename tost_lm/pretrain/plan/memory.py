@@ -121,7 +121,6 @@ def _of_shards(config: PretrainConfig, ranks: int) -> Iterator[Moment]:
     kept, several = _activations(config), _has_several_backwards(config, ranks)
     sums = 4 * groups.padded if several and stage == 1 else 0
     in_sums = sums and e == 4
-    embedding, head = groups.ends or 2 * [NO_GROUP]
     whole = e * (groups.root.padded if stage == 3 else groups.padded)
 
     def at(name: str, gathered: float, *others: float) -> Moment:
@@ -129,13 +128,13 @@ def _of_shards(config: PretrainConfig, ranks: int) -> Iterator[Moment]:
 
     gradients = sums or (reduced if several else 0.0)
     # A forward keeps the buffer of its last gather; at stages 1 and 2 only the first forward of a step gathers.
-    buffer = e * [groups.root, *groups.buckets, *groups.ends][-1].padded
+    buffer = e * [groups.root, *groups.buckets][-1].padded
     if stage < 3:
         buffer = 0.0 if config.tile_tokens < config.row_tokens else max(0.0, buffer - gradients)
-    yield at(LOSS, whole + e * head.padded, gradients, kept.at_loss, loss_bytes(config), buffer)
-    order = [*reversed(groups.buckets), sum_of([groups.root, embedding])]
-    gathers = [*order[:-1], embedding, NO_GROUP] if stage == 3 else [NO_GROUP] * (len(order) + 1)
-    passed, end, sent, of_head = 0, config.model.layers, 4 * head.padded, 0.0 if groups.ends else kept.table
+    yield at(LOSS, whole, gradients, kept.at_loss, loss_bytes(config), buffer)
+    order = [*reversed(groups.buckets), sum_of([groups.root, groups.embedding])]
+    gathers = [*order[:-1], groups.embedding, NO_GROUP] if stage == 3 else [NO_GROUP] * (len(order) + 1)
+    passed, end, sent, of_head = 0, config.model.layers, 0, kept.table
     for group, (own, ahead) in zip(order, pairwise(gathers), strict=True):
         start, is_last, prefetched = end - group.blocks, group is order[-1], e * ahead.padded
         here = reduced * passed / groups.padded

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from tost_lm.mixers.spec import gathered_tokens
 from tost_lm.model.flops import mlp_weights
 from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, costs_of, load_of, micro_batch_tokens
-from tost_lm.pretrain.plan.groups import NO_GROUP, Group, groups_of, is_plain, replicated_numbers, shards
+from tost_lm.pretrain.plan.groups import Group, groups_of, is_plain, replicated_numbers, shards
 from tost_lm.pretrain.plan.memory import logit_tiles
 from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
@@ -138,8 +138,7 @@ def _of_replicas(config: PlanConfig) -> Iterator[Collectives]:
 
     Gradients are sent in float32: once in a step at stages 0 and 1, after each backward at stages 2 and 3, and between
     copies of the shards once in a step. Stages 1 and 2 gather weights once in a step. Stage 3 gathers those of blocks
-    and of untied ends for each forward and backward, all others for each tile. The forwards that only compute states
-    between tiles do not use the head.
+    and of an untied embedding for each forward and backward, all others for each tile.
     """
     ranks, tensor, stage = config.cluster.ranks, config.parallel.tensor, config.parallel.zero_stage
     groups, replicas, divided = groups_of(config, ranks), ranks // tensor, shards(config, ranks)
@@ -149,8 +148,7 @@ def _of_replicas(config: PlanConfig) -> Iterator[Collectives]:
         return
     backwards = config.micro_batches * tiles(config)
     forwards = 2 * backwards - config.micro_batches
-    embedding, head = groups.ends or 2 * [NO_GROUP]
-    outside = [(backwards, groups.root), (forwards + backwards, embedding), (2 * backwards, head)]
+    outside = [(backwards, groups.root), (forwards + backwards, groups.embedding)]
     in_forward, in_backward = ([(times, group) for group in groups.buckets] for times in (forwards, backwards))
     if stage < 3:
         outside, in_forward, in_backward = [(1, groups.root)], [(1, group) for group in groups.buckets], []
@@ -164,7 +162,7 @@ def _of_replicas(config: PlanConfig) -> Iterator[Collectives]:
     reduces = partial(_sent, "reduce-scatter", 4, divided, tensor)
     sums = partial(_sent, "all-reduce", 4 / divided, replicas // divided, tensor * divided)
     for send, times in ((reduces, 1 if stage == 1 else backwards), (sums, 1)):
-        yield send(f"gradients{elsewhere}", [(times, group) for group in (groups.root, *groups.ends)])
+        yield send(f"gradients{elsewhere}", [(times, group) for group in (groups.root, groups.embedding)])
         of_blocks = send("gradients of blocks", [(times, group) for group in groups.buckets])
         yield of_blocks._replace(during="backward", passes=times / backwards)
 
