@@ -28,7 +28,7 @@ from tost_lm.model.flops import peak_flops
 from tost_lm.parallel.agreement import rank_numbers
 from tost_lm.parallel.watchdog import read_heartbeats
 from tost_lm.pretrain.loggers import GuardedLogger, LoggedLaunch, Row, logger_of
-from tost_lm.pretrain.rank_times import Slowest, slowest
+from tost_lm.pretrain.rank_times import STRAGGLES, Slowest, slowest
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.redaction import redact_command, redact_tree
 from tost_lm.version import VERSION, git_commit
@@ -159,7 +159,7 @@ class Metrics:
             f"step {step}/{self._config.train.steps}  {'  '.join(shown)}  {each:,.0f} tokens/s/device  "
             f"{self._use_of_device(row)}  ETA {eta}"
         )
-        straggler = last.rank if last and last.straggles else None
+        straggler = last.rank if last and last.over_median >= STRAGGLES else None
         self._straggler = straggler, self._straggler[1] + 1 if straggler == self._straggler[0] else 1
         if last and self._straggler == (last.rank, 2):
             self._name_straggler(step, last)
@@ -217,8 +217,8 @@ class Metrics:
             logger.log(values)
 
     def _name_straggler(self, step: int, slowest: Slowest) -> None:
-        """The ranks of a copy of the model wait for each other, so each of them may be it."""
-        size, since, last = self._config.parallel.model_ranks, step - self._last_step, self._config.train.steps
+        """Tensor ranks wait for each other, so each of them may be it."""
+        size, since, last = self._config.parallel.tensor, step - self._last_step, self._config.train.steps
         first = slowest.rank // size * size
         name = f"{'ranks' if size > 1 else 'rank'} {rank_numbers(range(first, first + size))}"
         if beat := read_heartbeats(self._config.run_folder / HEARTBEATS).get(slowest.rank):

@@ -126,7 +126,7 @@ def test_goodput_is_the_part_of_the_time_since_the_first_launch_that_is_in_steps
 
 @pytest.mark.parametrize(("ranks", "named"), [(1, "rank 2,"), (2, "ranks 2-3,")])
 def test_a_straggler_is_named_in_its_second_row(capsys: pytest.CaptureFixture[str], ranks: int, named: str):
-    metrics = Metrics(config().model_copy(update={"parallel": ParallelConfig(sequence=ranks)}), Progress(0, 0), 4, CPU)
+    metrics = Metrics(config().model_copy(update={"parallel": ParallelConfig(tensor=ranks)}), Progress(0, 0), 4, CPU)
     even = [0.0, 0.4, 0.0, 0.4, 0.05, 0.4, 0.0, 0.4]
     slow = [0.0, 0.4, 0.1, 0.4, 0.2, 0.4, 0.0, 0.3]
     for step, seconds in enumerate(([0.1, 0.0] * 4, slow, even, slow, slow, slow), start=1):
