@@ -11,6 +11,7 @@ from benchmarks.engine import engine_of
 from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch, _on_host, prefetched
 from tost_lm.model import ModelConfig, TostLM
+from tost_lm.pretrain.rank_times import RankTimes
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import tile, tiled_loss
 
@@ -76,8 +77,12 @@ def test_only_its_throughput_timer_lets_deepspeed_synchronize(
     monkeypatch.setattr(get_accelerator(), "synchronize", lambda *device: synchronized.append(None))
     assert not engine._engine.tput_timer.config.enabled
     monkeypatch.setattr(engine._engine.tput_timer.config, "enabled", throughput_timer)
-    tokens = torch.randint(VOCAB, (2, T), device=DEVICE)
+    tokens, times = torch.randint(VOCAB, (2, T), device=DEVICE), RankTimes(engine.module, engine.mesh)
+    seconds = [0.0, 0.0]
     for _ in range(3):  # the timer starts with the third step
         synchronized.clear()
-        train_step(engine, [MicroBatch(tokens, tokens)], tile(engine.mesh, T), 1e-3)
+        times.begin_step(0.0)
+        batches = [MicroBatch(tokens, tokens)]
+        seconds = list(train_step(engine, batches, tile(engine.mesh, T), 1e-3, numbers=times.take()).sums)
     assert bool(synchronized) == throughput_timer
+    assert 0 < seconds[1] < 60  # of the forward of the second step

@@ -31,6 +31,7 @@ from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.streaming import prefill
 from tost_lm.parallel.graceful_stop import GracefulStop, StopOfRanks
 from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.pretrain.rank_times import RankTimes
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import Tiling, tile
 from tost_lm.testing import Traffic, run_on_ranks
@@ -132,11 +133,13 @@ def waits_of_a_step(engine: Any, tiling: Tiling, batch: Callable[[int], Batch]) 
     """The waits of a step, after two steps with other batches; and its messages of a few numbers."""
     columns = np.concatenate([np.arange(*tile.columns) for tile in tiling.tiles])
     stop = StopOfRanks(GracefulStop(), dist.get_world_size(), lambda: 0.0)
+    times = RankTimes(engine.module, engine.mesh)
 
     def step(number: int) -> None:
         tokens, labels, ends = batch(number)
         here = Batch(tokens[..., columns], labels[..., columns], ends)
-        train_step(engine, micro_batches(here, engine.mesh.device), tiling, 1e-3, stop=stop)
+        times.begin_step(0.0)
+        train_step(engine, micro_batches(here, engine.mesh.device), tiling, 1e-3, stop=stop, numbers=times.take())
 
     for number in range(2):
         step(number)

@@ -132,14 +132,15 @@ register(Modules)
 """
 
 
-def test_sequence_ranks_import_neither_megatron_nor_transformers(workplace: Path):
+@pytest.mark.parametrize(("engine", "libraries"), [("deepspeed", {"torch", "deepspeed"}), ("fsdp", {"torch"})])
+def test_sequence_ranks_import_their_engine_alone(workplace: Path, engine: str, libraries: set[str]):
     (workplace / "imported.py").write_text(IMPORTED)
-    words = ["train", "run.toml", "train.steps=1", "launch.ranks=2", "parallel.sequence=2"]
+    words = ["train", "run.toml", "train.steps=1", "launch.ranks=2", "parallel.sequence=2", f"parallel.engine={engine}"]
     with launched(*words, 'run.loggers=["imported.py"]', cwd=workplace) as process:
         _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, errors
     imported = {"torch", "deepspeed", "megatron", "transformers"} & {*(workplace / "modules").read_text().split()}
-    assert imported == {"torch", "deepspeed"}
+    assert imported == libraries
 
 
 STAGES = 'stages=[{name="long", from_step=1}]'

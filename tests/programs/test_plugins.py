@@ -1,13 +1,15 @@
 """A token mixer of the user's own, that of docs/tutorials/own_mixer.md, in all programs, as a user runs them."""
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
 from forked import CHECKOUT, Forked
 from programs import losses, refusal, run
 
-from tost_lm.files import sha256_bytes
+from tost_lm.files import read_rows, sha256_bytes
 from tost_lm.testing import FLOAT32_REORDERED
 
 EMA = (CHECKOUT / "experiments/gated_ema.py").read_text()
@@ -79,6 +81,31 @@ def test_a_layer_without_its_kernels_is_said_once(folder: Path):
     (folder / "gated_ema.py").write_text(f"{before}{method}    def forward({forward}")
     said = run("tost train", *WORDS, "train.steps=2", "model.layers=4", cwd=folder, ranks=2)
     assert said.count("warning: layers of this model are slow here: no kernels here; install them\n") == 1
+
+
+SLEEPS = '        import os, time\n        time.sleep(0.05 * (os.environ["RANK"] == "1"))\n'
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ["parallel.sequence=2"],
+        pytest.param([], marks=pytest.mark.slow),
+        pytest.param(["parallel.engine=fsdp", "parallel.zero_stage=3"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_slow_rank_is_named(folder: Path, parallel: list[str]):
+    forward = "    def forward(self, x_BTC, state, info):\n"
+    (folder / "gated_ema.py").write_text(EMA.replace(forward, forward + SLEEPS))
+    said = run("tost train", *WORDS, *parallel, "train.steps=4", cwd=folder, ranks=2)
+    [(step, times, seconds)] = re.findall(
+        rf"step (\d)/4  straggler: rank 1 \({os.uname().nodename}\), (\S+) times as slow .* has (\S+) s of forw", said
+    )
+    assert int(step) >= 3
+    assert float(times) >= 1.2
+    assert float(seconds) >= 2 * 0.05  # a rank has at least two micro-batches
+    rows = read_rows(folder / "runs/tiny/metrics.jsonl")
+    assert [row.get("slowest_rank") for row in rows] == [None, 1, 1, 1]
 
 
 def test_the_plan_counts_the_plugin(folder: Path):

@@ -13,8 +13,9 @@ from contextlib import suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tost_lm.command_line import run_program
 from tost_lm.config import Section
@@ -24,6 +25,7 @@ from tost_lm.parallel.settings import LaunchConfig
 
 LOOPBACK, LAUNCHER = "127.0.0.1", "TOST_LM_LAUNCHER"
 NODES_WAIT = timedelta(minutes=15)  # for the launchers of the other nodes
+NUMA_NODES = Path("/sys/devices/system/node/online")
 PYTHON = ("-P", "-u", "-m")
 """Without -P, modules of the working folder would run in place of those of Python."""
 EXIT_NEXT_STAGE = 76
@@ -117,7 +119,8 @@ def start_ranks_of_node(path: None, config: Section) -> NoReturn:
 def _launch(program: list[str], ranks: int, store: str, node: int = 0, nodes: int = 1) -> NoReturn:
     """Run a module with its arguments on the ranks of this node, and exit with their exit code.
 
-    Signals are forwarded to all ranks. Cores are divided among the ranks unless OMP_NUM_THREADS is set.
+    Signals are forwarded to all ranks. Cores are divided among the ranks unless OMP_NUM_THREADS is set. With a rank for
+    each GPU, a rank runs on the cores of its GPU's NUMA node, if the host has several nodes and numactl.
 
     Args:
         store: host:port of an open store, that of node 0.
@@ -142,6 +145,7 @@ def _launch(program: list[str], ranks: int, store: str, node: int = 0, nodes: in
         rdzv_endpoint=store,
         rdzv_configs={"rank": node},
         max_restarts=0,
+        numa_options=_numa_binding(ranks),
         signals_to_handle="",  # its handlers kill ranks that are still saving, and hide their exit codes
     )
     logging.disable()  # the ranks report their own errors
@@ -156,6 +160,16 @@ def _launch(program: list[str], ranks: int, store: str, node: int = 0, nodes: in
             code = _exit_code([(rank, failure.exitcode) for rank, failure in failures], forwarded)
         launch += 1
     sys.exit(code)
+
+
+def _numa_binding(ranks: int) -> Any:
+    """That of torch's launcher, which needs numactl; None: the host does not have it, or other ranks than GPUs."""
+    is_one_node = not NUMA_NODES.exists() or NUMA_NODES.read_text().strip() == "0"
+    if is_one_node or not which("numactl") or _gpus() != ranks:
+        return None
+    from torch.numa.binding import AffinityMode, NumaOptions
+
+    return NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)  # as in a container without /sys
 
 
 def end_for_next_stage(command: str) -> NoReturn:

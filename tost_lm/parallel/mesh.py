@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
@@ -256,18 +256,27 @@ def _node(world: World) -> Axis:
 
 
 Pending = Callable[[], Tensor]
+around_waits: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("around_waits", default=nullcontext)
+"""Entered around each wait of a collective below: of the host, or of the GPU's queue. Those of a graph are not seen."""
 
 
 def all_gather(x: Tensor, axis: Axis) -> Pending:
     """Start gathering x, equally shaped on all R ranks. The returned function waits for the result [R, …]."""
     gathered = FUNCTIONAL_COLLECTIVES.all_gather_into_tensor(x.contiguous(), axis.size, axis.group.group_name)
-    return lambda: FUNCTIONAL_COLLECTIVES.wait_tensor(gathered).view(axis.size, *x.shape)
+    return lambda: _wait(gathered).view(axis.size, *x.shape)
+
+
+def _wait(x: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return FUNCTIONAL_COLLECTIVES.wait_tensor(x)
+    with around_waits.get()():
+        return FUNCTIONAL_COLLECTIVES.wait_tensor(x)
 
 
 def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
     """sent[r] of the rows of x [sum(sent), …] go to rank r, received[r] come from it: [sum(received), …], by rank."""
     exchanged = FUNCTIONAL_COLLECTIVES.all_to_all_single(x.contiguous(), [*received], [*sent], axis.group.group_name)
-    return FUNCTIONAL_COLLECTIVES.wait_tensor(exchanged)
+    return _wait(exchanged)
 
 
 def reduce_scatter(x_R: Tensor, axis: Axis) -> Tensor:
@@ -275,16 +284,14 @@ def reduce_scatter(x_R: Tensor, axis: Axis) -> Tensor:
     scattered = FUNCTIONAL_COLLECTIVES.reduce_scatter_tensor(
         x_R.flatten(0, 1).contiguous(), "sum", axis.size, axis.group.group_name
     )
-    return FUNCTIONAL_COLLECTIVES.wait_tensor(scattered).view(x_R.shape[1:])
+    return _wait(scattered).view(x_R.shape[1:])
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks. A single rank communicates nothing, so any device works."""
     if axis.size == 1:
         return x
-    return FUNCTIONAL_COLLECTIVES.wait_tensor(
-        FUNCTIONAL_COLLECTIVES.all_reduce(x.contiguous(), "sum", axis.group.group_name)
-    )
+    return _wait(FUNCTIONAL_COLLECTIVES.all_reduce(x.contiguous(), "sum", axis.group.group_name))
 
 
 def broadcast(x: Tensor, source: int, axis: Axis) -> None:

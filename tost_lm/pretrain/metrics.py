@@ -8,7 +8,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import datetime, timedelta
 from importlib import metadata
@@ -18,14 +18,17 @@ from typing import Any, TextIO
 import torch
 
 from tost_lm.checkpointing.format import SETTINGS, Progress
-from tost_lm.checkpointing.run_folder import ENVIRONMENT, ROWS, read_record
+from tost_lm.checkpointing.run_folder import ENVIRONMENT, HEARTBEATS, ROWS, read_record
 from tost_lm.config import to_toml
 from tost_lm.data.stages import phases, tokens_of
 from tost_lm.errors import TrainingError
 from tost_lm.files import regular_file, write_atomically, write_rows
 from tost_lm.markdown import with_error
 from tost_lm.model.flops import peak_flops
+from tost_lm.parallel.agreement import rank_numbers
+from tost_lm.parallel.watchdog import read_heartbeats
 from tost_lm.pretrain.loggers import GuardedLogger, LoggedLaunch, Row, logger_of
+from tost_lm.pretrain.rank_times import STRAGGLES, Slowest, slowest
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.redaction import redact_command, redact_tree
 from tost_lm.version import VERSION, git_commit
@@ -100,6 +103,8 @@ class Metrics:
         self._last_step, self._last_time = first_step, time.perf_counter()
         self._started = self._last_time - last["seconds"]
         self._paused_in_window = self._paused = self._trained = 0.0
+        self._straggler: tuple[int | None, int] = None, 0
+        """Its rank, and the number of rows in a row that have it."""
         self._trained_before = last.get("step_seconds", last["seconds"])
         first = kept["events"][0]["time"] if kept["events"] else time.strftime(TIME)
         self._first_launch = datetime.strptime(first, TIME).timestamp()
@@ -114,12 +119,13 @@ class Metrics:
                 print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=self._log)
             self._log.flush()
 
-    def step(self, step: int, values: Mapping[str, float], flops: float) -> None:
+    def step(self, step: int, values: Mapping[str, float], flops: float, seconds: Sequence[float] = ()) -> None:
         """Record the state after `step` steps: `loss`, `lr`, `grad_norm` and other numbers by name, and rates, which
-        cover the steps since the last record, without pauses.
+        cover the steps since the last record, without pauses. Name a straggler in its second record in a row.
 
         Args:
             flops: of these steps on all devices.
+            seconds: sums over ranks of `RankTimes.take`.
         """
         now, batch_tokens = time.perf_counter(), self._config.batch_tokens
         trained = now - self._last_time - self._paused_in_window
@@ -128,6 +134,7 @@ class Metrics:
         rate = flops / trained / self._world_size
         self._paused, self._trained = self._paused + self._paused_in_window, self._trained + trained
         in_steps = self._trained_before + self._trained
+        last = slowest(seconds)
         row = {
             "step": step,
             **values,
@@ -140,6 +147,8 @@ class Metrics:
             "seconds": now - self._started,
             "step_seconds": in_steps,
             "goodput": in_steps / max(time.time() - self._first_launch, in_steps),
+            "data_wait": max(seconds[::2], default=0.0) / trained,
+            **({"slowest_rank": last.rank, "slowest_over_median": last.over_median} if last else {}),
         }
         self._send(_append(self._rows, row))
         pauses = 1 + self._paused / self._trained
@@ -150,6 +159,10 @@ class Metrics:
             f"step {step}/{self._config.train.steps}  {'  '.join(shown)}  {each:,.0f} tokens/s/device  "
             f"{self._use_of_device(row)}  ETA {eta}"
         )
+        straggler = last.rank if last and last.over_median >= STRAGGLES else None
+        self._straggler = straggler, self._straggler[1] + 1 if straggler == self._straggler[0] else 1
+        if last and self._straggler == (last.rank, 2):
+            self._name_straggler(step, last)
         self._last_step, self._last_time, self._paused_in_window = step, now, 0.0
 
     def validation(self, row: dict[str, Any]) -> None:
@@ -202,6 +215,19 @@ class Metrics:
     def _send(self, values: Row) -> None:
         for logger in self._loggers:
             logger.log(values)
+
+    def _name_straggler(self, step: int, slowest: Slowest) -> None:
+        """Tensor ranks wait for each other, so each of them may be it."""
+        size, since, last = self._config.parallel.tensor, step - self._last_step, self._config.train.steps
+        first = slowest.rank // size * size
+        name = f"{'ranks' if size > 1 else 'rank'} {rank_numbers(range(first, first + size))}"
+        if beat := read_heartbeats(self._config.run_folder / HEARTBEATS).get(slowest.rank):
+            name = f"{name} ({beat.host})"
+        computed, waited = (seconds / since for seconds in (slowest.computed_s, slowest.waited_s))
+        self.log(
+            f"step {step}/{last}  straggler: {name}, {slowest.over_median:.2f} times as slow as the median rank; "
+            f"a step has {computed:.3f} s of forwards and {waited:.3f} s of waits for data"
+        )
 
     def _use_of_device(self, row: dict[str, Any]) -> str:
         text = f"{row['tflops_device']:.3g} TFLOP/s" if row["mfu"] is None else f"MFU {100 * row['mfu']:.1f} %"

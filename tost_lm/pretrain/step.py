@@ -30,6 +30,8 @@ class Outcome(NamedTuple):
     """Why the run stops after it, one of `graceful_stop.REASONS`; empty: it continues."""
     flops: float = 0.0
     """Of the global batch."""
+    sums: tuple[float, ...] = ()
+    """Of the `numbers` of all ranks."""
 
     @property
     def loss(self) -> float:
@@ -45,6 +47,7 @@ def train_step(
     before_update: Callable[[], None] = lambda: None,
     stop: StopOfRanks | None = None,
     flops: float = 0.0,
+    numbers: Sequence[float] = (),
 ) -> Outcome:
     """One optimizer step on this rank's tokens: the columns of each row that `tiling` assigns to it.
 
@@ -54,6 +57,7 @@ def train_step(
         stop: compares the ranks between micro-batches and at the end. The host reads what it found between two of them
             when the next one is in the GPU's queue, and then may abandon the step without an update.
         flops: of the rows of these micro-batches, for `Outcome.flops`.
+        numbers: as many on each rank, for `Outcome.sums`.
 
     Raises:
         StopRequestedError: the step was abandoned.
@@ -71,7 +75,7 @@ def train_step(
         if stop and len(found) < len(micro_batches):
             end_check = stop.begin_check()
     means = torch.stack([torch.stack([*scalars.values()]) for scalars in found]).mean(0)
-    others = torch.tensor([flops, *(stop.votes_of_step() if stop else [])], dtype=means.dtype)
+    others = torch.tensor([flops, *numbers, *(stop.votes_of_step() if stop else [])], dtype=means.dtype)
     of_rank = [means, labels_here.to(means.dtype)[None], to_device(others, means.device)]
     # Tensor ranks have the same loss, but all must decide alike, even if one of them computed a wrong one.
     totals = all_reduce(all_reduce(torch.cat(of_rank), mesh.replicas), mesh.tensor)
@@ -93,7 +97,9 @@ def train_step(
     # A device computes scalars and norm before the host waits for either.
     grad_norm = engine.update(lr, lambda norm: not reason(norm))
     unusable = "" if math.isfinite(grad_norm) else f"gradient norm is {grad_norm}"
-    _, all_flops, *votes = results()[len(found[0]) :]
+    _, all_flops, *rest = results()[len(found[0]) :]
+    sums, votes = rest[: len(numbers)], rest[len(numbers) :]
     stop_reason = stop.reason_of(votes) if stop else ""
     skipped = reason(grad_norm) or unusable
-    return Outcome(scalars(), grad_norm, skipped, stop_reason, all_flops / (mesh.sequence.size * mesh.tensor.size))
+    all_flops /= mesh.sequence.size * mesh.tensor.size
+    return Outcome(scalars(), grad_norm, skipped, stop_reason, all_flops, tuple(sums))

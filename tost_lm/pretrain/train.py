@@ -2,6 +2,7 @@
 decide by values that are equal on all of them.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from tost_lm.pretrain.engine import build_training_engine, build_writer, prepare
 from tost_lm.pretrain.folder import NEXT_STAGE, log_end, open_folder
 from tost_lm.pretrain.memory_fit import explain_out_of_memory, memory_warning, with_tile_size
 from tost_lm.pretrain.profiler import Profiler
+from tost_lm.pretrain.rank_times import RankTimes
 from tost_lm.pretrain.spikes import SpikeGuard
 from tost_lm.pretrain.stage_run import StageRun
 from tost_lm.pretrain.start import OtherStageError, require_same_start, start_engine
@@ -100,6 +102,7 @@ class Trainer:
         warn_of_slow_layers(self.engine, warn)
         self.guard = SpikeGuard(config.train.skip_spike_sigma, config.run.abort_after_skips, self.progress)
         self.checksums = Checksums(self.engine, config.run.sdc_check_interval)
+        self.times = RankTimes(self.engine.module, self.mesh)
         self.profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
         self.validation = build_validation(config, corpora, self.mesh, self.tiling)
         self.writer = build_writer(self.engine, start, check_folder, self.progress.step, uploads)
@@ -141,6 +144,7 @@ class Trainer:
     def step(self, step: int, micro_batches: list[MicroBatch]) -> None:
         """Train step number `step`, counted from 1, and do what is due after it."""
         config, due = self.config, self.is_due
+        self.times.begin_step(time.monotonic() - self.heartbeat.recorded_at)  # which was "reading"
         self.heartbeat.record(step - 1, "training")
         self.profiler.before_step(step)
         if config.data.skips(step):
@@ -167,9 +171,10 @@ class Trainer:
         lr = learning_rate(step - 1 - self.stage.schedule_from, self.stage.schedule_steps, config.optim)
         lengths = (length for batch in micro_batches for length in batch.document_lengths(config.train.seq_len))
         flops = sum(map(self.document_flops, lengths))
+        is_logged = step % config.run.log_interval == 0 or step in (1, config.train.steps)
         outcome = train_step(
-            self.engine, micro_batches, self.tiling, lr,
-            self.guard.reason_to_skip, self.checksums.before_update, self.stop, flops,
+            self.engine, micro_batches, self.tiling, lr, self.guard.reason_to_skip, self.checksums.before_update,
+            self.stop, flops, self.times.take() if is_logged else (),
         )  # fmt: skip
         self.flops += outcome.flops
         self.stop_reason = outcome.stop_reason
@@ -183,8 +188,9 @@ class Trainer:
             self.progress, step=step, updates=self.progress.updates + (not outcome.reason_to_skip),
             recent=self.guard.recent, skipped_in_a_row=self.guard.in_a_row,
         )  # fmt: skip
-        if step % config.run.log_interval == 0 or step in (1, config.train.steps):
-            self.metrics.step(step, {**outcome.scalars, "lr": lr, "grad_norm": outcome.grad_norm}, self.flops)
+        if is_logged:
+            values = {**outcome.scalars, "lr": lr, "grad_norm": outcome.grad_norm}
+            self.metrics.step(step, values, self.flops, outcome.sums)
             self.flops = 0.0
 
     @property

@@ -56,6 +56,23 @@ def test_tests_of_cpu_ranks_see_no_gpu():
 
 
 @pytest.mark.parametrize(
+    ("nodes", "gpus", "binds"), [("0\n", 2, False), ("0-1\n", 2, True), ("0-1\n", 8, False), (None, 2, False)]
+)
+def test_ranks_of_all_gpus_are_bound_to_numa_nodes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: str | None, gpus: int, binds: bool
+):
+    if nodes:
+        (tmp_path / "online").write_text(nodes)
+    monkeypatch.setattr(module, "NUMA_NODES", tmp_path / "online")
+    monkeypatch.setattr(module, "_gpus", lambda: gpus)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert module._numa_binding(2) is None
+    (tmp_path / "numactl").touch(mode=0o700)
+    options = module._numa_binding(2)
+    assert (options.affinity_mode if options else None) == ("node" if binds else None)
+
+
+@pytest.mark.parametrize(
     ("failures", "code"),
     [
         ([(0, 75), (1, 75)], 75),

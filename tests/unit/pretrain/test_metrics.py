@@ -14,6 +14,7 @@ from stage_records import recorded
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
+from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.metrics import Metrics
 from tost_lm.pretrain.settings import PretrainConfig
 
@@ -121,6 +122,24 @@ def test_goodput_is_the_part_of_the_time_since_the_first_launch_that_is_in_steps
     assert third["step_seconds"] >= 3 * 0.05
     assert third["step_seconds"] - first["step_seconds"] <= launched["second"]
     assert third["goodput"] <= third["step_seconds"] / (third["step_seconds"] + 1.2)
+
+
+@pytest.mark.parametrize(("ranks", "named"), [(1, "rank 2,"), (2, "ranks 2-3,")])
+def test_a_straggler_is_named_in_its_second_row(capsys: pytest.CaptureFixture[str], ranks: int, named: str):
+    metrics = Metrics(config().model_copy(update={"parallel": ParallelConfig(tensor=ranks)}), Progress(0, 0), 4, CPU)
+    even = [0.0, 0.4, 0.0, 0.4, 0.05, 0.4, 0.0, 0.4]
+    slow = [0.0, 0.4, 0.1, 0.4, 0.2, 0.4, 0.0, 0.3]
+    for step, seconds in enumerate(([0.1, 0.0] * 4, slow, even, slow, slow, slow), start=1):
+        metrics.step(2 * step, values(3.0, 1e-3, 0.5), FLOPS, seconds)
+    metrics.close()
+    found = rows("metrics")
+    assert [row.get("slowest_rank") for row in found] == [None, 2, 2, 2, 2, 2]
+    assert [row["slowest_over_median"] for row in found[1:3]] == pytest.approx([0.6 / 0.4, 0.45 / 0.4])
+    assert found[1]["data_wait"] == pytest.approx(0.2 * found[1]["tokens_per_second"] / (2 * config().batch_tokens))
+    expected = f"step 10/20  straggler: {named} 1.50 times as slow as the median rank; a step has 0.200 s of forwards "
+    assert [line for line in capsys.readouterr().out.splitlines() if "straggler" in line] == [
+        f"{expected}and 0.100 s of waits for data"
+    ]
 
 
 def test_a_resumed_run_drops_every_row_after_its_checkpoint():
