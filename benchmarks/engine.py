@@ -53,10 +53,6 @@ def engine_of(
     )  # fmt: skip
 
 
-def uses_deepspeed(engine: Engine) -> bool:
-    return isinstance(engine, zero.DeepSpeedEngine)
-
-
 def state_bytes_of(engine: Engine) -> int:
     """Bytes of weights, masters and moments of this rank."""
     tensors = [*engine.module.parameters(), *(x for _, x in engine.own_state())]
