@@ -66,16 +66,14 @@ from tost_lm.testing import assert_as_accurate  # noqa: E402
 
 OUTPUTS = RESULTS / "gpu"
 WORK = OUTPUTS / "work"  # of the commands; each run of this program makes it anew
-TRACEBACK_CHARACTERS = 8000
 GRACE_S, SHOW_S = 10.0, 2.5  # for a part, and for its commands, to print their tracebacks after SIGINT
 LAUNCHES, PRODUCTS_QUEUED = 2000, 10
 STEPS, TRACED = 3, 8
 """Steps whose losses are compared, and the traced step; the rates are those of the steps before it."""
 LARGEST_DIFFERENCE = 1e-3
-LARGE_BRANCHES = "model.layer_scale=1"  # so that losses depend on the blocks; times do not depend on it
 TOST = (sys.executable, "-P", "-m", "tost_lm.cli.main")
 MODELS = {  # as in the recipes on 8 GPUs
-    "tost-base": ("owt_tost_base", "train.global_batch_size=60"),
+    "tost-base": ("owt_tost_base", "train.global_batch_size=60", "model.layer_scale=1"),  # losses depend on the blocks
     "delta-350m": ("delta_350m", "train.global_batch_size=16"),
     "delta-1b": ("delta_350m", "model.preset=delta-1b", "train.seq_len=8192", "train.global_batch_size=32",
                  "train.micro_batch_size=2"),
@@ -146,6 +144,7 @@ def train(
             time.sleep(0.1)
         for process in processes[killed]:
             process.kill()
+            process.wait()  # a rank that is not waited for is not gone
 
     words = (*words, "data.folder=data/embedded/shards", f"run.name={as_name(name)}", f"run.device={device}")
     words += ("run.log_interval=1", *(() if find_spec("deepspeed") else ("parallel.engine=fsdp",)))
@@ -247,7 +246,7 @@ def training_step(device: str) -> Cells:
     """Steps of tost-base, eager and compiled: rates, kernels by class, and losses against those in float32."""
     eager, losses = "train.compile=false", dict[str, torch.Tensor]()
     for how, words in {"compiled": (), "eager": (eager,), "float32": (eager, "train.dtype=float32")}.items():
-        cell = step(f"tost-base, {how}", device, *MODELS["tost-base"], LARGE_BRANCHES, *words)
+        cell = step(f"tost-base, {how}", device, *MODELS["tost-base"], *words)
         yield cell
         if "failed" in cell:
             return
@@ -273,7 +272,8 @@ def delta_step(device: str) -> Cells:
             for process in [subprocess.Popen([sys.executable, "-c", code, preset, str(i)]) for i in range(COMPILERS)]:
                 process.wait()
         yield step(preset, device, *MODELS[preset])
-    yield beside_plain_loop(device, model_of(device, "delta-350m"), *((8, 4096) if device == "cuda" else (2, 128)))
+    if find_spec("fla"):
+        yield beside_plain_loop(device, model_of(device, "delta-350m"), *((8, 4096) if device == "cuda" else (2, 128)))
 
 
 def compile_share(preset: str, index: str) -> None:
@@ -325,10 +325,10 @@ def two_ranks(device: str) -> Cells:
             yield cell
         elif losses is not one_rank:
             yield {"case": name, "losses": losses, "one_rank": one_rank, **compared(losses, one_rank)}
-    words, began = (*words, LAYOUTS["ZeRO 1"]), lambda: rows_of("rank 1 killed")
-    cell, _ = train("rank 1 killed", device, *words, size=2, killed=slice(1, 2), when=began)
+    words, name = (*words, LAYOUTS["ZeRO 1"]), "rank 1 killed"
+    cell, _ = train(name, device, *words, size=2, killed=slice(1, 2), when=lambda: rows_of(name))
     lost = re.match(r"error: rank 1 \(.+\) was lost: its process is gone", cell["beside"])
-    yield {"case": cell["case"], "value": cell["beside"]} if lost else cell
+    yield {"case": name, "value": cell["beside"]} if lost else cell
 
 
 def compared(losses: list[float], one_rank: list[float]) -> dict[str, Any]:
@@ -449,7 +449,7 @@ def run_part(part: str, device: str, limit_s: float) -> list[dict[str, Any]]:
             how = f"ended by {signal.Signals(-process.returncode).name}"
         text = cells_file(part).with_suffix(".txt").read_text(errors="replace").strip().replace(f"{CHECKOUT}/", "")
         last = (text.splitlines() or ["no output"])[-1]
-        cells.append({"failed": how or last, "traceback": text[-TRACEBACK_CHARACTERS:], "time": measure.now()})
+        cells.append({"failed": how or last, "traceback": text[-8000:], "time": measure.now()})
     return cells
 
 
