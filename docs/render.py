@@ -59,7 +59,6 @@ def commands(_: str) -> str:
     """Every program with its usage and the summary in its docstring."""
     groups: dict[str, Iterable[Path]] = {title: map(source_of, names) for title, names in COMMANDS.items()}
     groups["Experiments"] = sorted((CHECKOUT / "experiments").rglob("*.py"))
-    groups["Benchmarks"] = sorted((CHECKOUT / "benchmarks").glob("*.py"))
     return "\n\n".join(
         "\n".join([f"## {title}\n", "| command | purpose |", "|---|---|", *_programs(sources)])
         for title, sources in groups.items()
