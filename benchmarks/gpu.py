@@ -39,11 +39,13 @@ NEEDED += ("pydantic_core", "annotated_types", "typing_inspection")  # of pydant
 
 if __name__ == "__main__" and (missing := [name for name in NEEDED if find_spec(name) is None]):
     names, version = " ".join(missing), f"{sys.version_info.major}.{sys.version_info.minor}"
-    sys.exit(
+    print(
         f"error: packages are missing: {', '.join(missing)}; where there is an index, run pip download -d wheels "
         f"--only-binary=:all: --python-version {version} {names}, bring the folder here, and run pip install "
-        f"--no-index --find-links wheels {names}"
+        f"--no-index --find-links wheels {names}",
+        file=sys.stderr,
     )
+    sys.exit(2)
 
 import torch  # noqa: E402
 from pydantic import Field  # noqa: E402
@@ -70,15 +72,13 @@ GRACE_S, SHOW_S = 10.0, 2.5  # for a part, and for its commands, to print their 
 LAUNCHES, PRODUCTS_QUEUED = 2000, 10
 STEPS, TRACED = 3, 8
 """Steps whose losses are compared, and the traced step; the rates are those of the steps before it."""
-LARGEST_DIFFERENCE = 1e-3
 TOST = (sys.executable, "-P", "-m", "tost_lm.cli.main")
-MODELS = {  # as in the recipes on 8 GPUs
+MODELS = {  # recipe and settings of the measured steps, with the batch of one of 8 GPUs
     "tost-base": ("owt_tost_base", "train.global_batch_size=60", "model.layer_scale=1"),  # losses depend on the blocks
     "delta-350m": ("delta_350m", "train.global_batch_size=16"),
     "delta-1b": ("delta_350m", "model.preset=delta-1b", "train.seq_len=8192", "train.global_batch_size=32",
                  "train.micro_batch_size=2"),
 }  # fmt: skip
-"""Recipe and settings of the measured steps."""
 SMALL_SHAPE = {"layers": 4, "heads": 8, "width": 64, "vocab_size": 2048}
 SMALL = ("train.seq_len=64", "train.global_batch_size=4", "train.micro_batch_size=2")
 """Shape and batch on a CPU."""
@@ -335,7 +335,7 @@ def compared(losses: list[float], one_rank: list[float]) -> dict[str, Any]:
     """Texts of a cell, or its failure."""
     differences = [abs(ours / theirs - 1) for ours, theirs in zip(losses, one_rank, strict=True)]
     text = {"value": f"losses differ by {max(differences):.1e}", "beside": f"from one rank's {one_rank[-1]:.4f}"}
-    return text | ({} if all(x <= LARGEST_DIFFERENCE for x in differences) else {"failed": text["value"]})  # or are NaN
+    return text | ({} if all(x <= 1e-3 for x in differences) else {"failed": text["value"]})  # or are NaN
 
 
 def decoding(device: str) -> Cells:
