@@ -34,7 +34,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-NEEDED = ("torch", "triton", "numpy", "pytest", "safetensors", "xxhash", "sentencepiece", "pydantic")
+NEEDED = ("torch", "triton", "numpy", "pytest", "safetensors", "xxhash", "sentencepiece", "psutil", "pydantic")
 NEEDED += ("pydantic_core", "annotated_types", "typing_inspection")  # of pydantic
 
 if __name__ == "__main__" and (missing := [name for name in NEEDED if find_spec(name) is None]):
@@ -147,7 +147,7 @@ def train(
             process.wait()  # a rank that is not waited for is not gone
 
     words = (*words, "data.folder=data/embedded/shards", f"run.name={as_name(name)}", f"run.device={device}")
-    words += ("run.log_interval=1", *(() if find_spec("deepspeed") else ("parallel.engine=fsdp",)))
+    words += ("run.log_interval=1", "run.loggers=[]", *(() if find_spec("deepspeed") else ("parallel.engine=fsdp",)))
     cell = run(name, [*TOST, "train", *words], ranks=ranks, during=kill)
     return cell, rows_of(name)
 

@@ -40,7 +40,8 @@ def main(path: Path, config: PretrainConfig) -> None:
 
     ranks = ranks_to_start(config)
     loggers = {logger.package: logger.extra for logger in map(logger_of, config.run.loggers) if logger.is_on()}
-    for package, extra in {"deepspeed": "train", "psutil": "train", **loggers}.items():
+    engine = {"deepspeed": "train"} if config.parallel.engine == "deepspeed" else {}
+    for package, extra in {**engine, "psutil": "train", **loggers}.items():
         if package and not find_spec(package):
             raise ConfigError(f"training needs {package}; {install_hint(extra)}")
     start_ranks("train", ranks)
