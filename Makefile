@@ -46,7 +46,7 @@ test-full: env
 	$(BIN)/python -m pytest -vv --full
 	$(BIN)/python -m pytest -vv tests/gpu || test $$? = 5  # there is none
 
-# Builds the wheel and the sdist and uses the wheel alone, outside a checkout: docs/releasing.md. It installs from an index.
+# Builds the wheel and the sdist and uses the wheel alone, outside a checkout: docs/contributing.md. It installs from an index.
 release-check: env
 	$(BIN)/python -m pytest -v --full tests/programs/test_wheel.py tests/full/test_wheel_fresh.py
 

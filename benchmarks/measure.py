@@ -135,7 +135,7 @@ def benchmark(
         bench = getattr(config, "bench", None)
         device = bench.resolved_device() if bench else "cpu"
         cells, text = run(config, device)
-        print(f"\n{text}\n\nwrote {store(name, device, config, cells, text)}")
+        print(f"\n{text}\n\nwrote {store(name, machine(device), config, cells, text)}")
 
     return main
 
@@ -310,16 +310,11 @@ def in_units(size: float) -> str:
     return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
 
 
-def store(name: str, device: str, settings: Section, cells: Sequence[Mapping[str, Any]], text: str) -> Path:
-    """Write results/benchmarks/NAME_DEVICE.json (settings, machine and every cell) and .md (`text`); returns the path
-    of the latter. Earlier results of the same machine are replaced."""
-    return store_of_machine(name, machine(device), settings, cells, text)
-
-
-def store_of_machine(
+def store(
     name: str, machine: Mapping[str, Any], settings: Section, cells: Sequence[Mapping[str, Any]], text: str
 ) -> Path:
-    """`store`, in a process that does not use the device."""
+    """Write results/benchmarks/NAME_DEVICE.json (settings, machine and every cell) and .md (`text`); returns the path
+    of the latter. Earlier results of the same machine are replaced."""
     path = results_file(name, machine["device"]).with_suffix(".md")
     record = {"benchmark": name, "machine": machine, "settings": settings.model_dump(mode="json"), "cells": list(cells)}
     write_atomically(path.with_suffix(".json"), json.dumps(record, indent=1, ensure_ascii=False) + "\n")
@@ -349,7 +344,7 @@ def read_cells(path: Path) -> list[dict[str, Any]]:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """The device, versions, and the time."""
+    """The device, versions, and the time, of `store`."""
     import torch
 
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())

@@ -2,6 +2,8 @@
 attention and the delta rule of fla-core; whole logits; and AdamW under autocast."""
 
 from collections.abc import Callable
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,16 +18,22 @@ from torch.nn.functional import (
     silu,
 )
 
+from benchmarks.engine import engine_of
+from benchmarks.measure import interleaved_seconds
+from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.mixers.delta.layer import unit_length
 from tost_lm.mixers.delta.settings import CONV_TAPS
 from tost_lm.mixers.tssa.statistics import ENERGY_FLOOR
 from tost_lm.model import ModelConfig
+from tost_lm.model.transforms import compile_blocks
 from tost_lm.ops.positions import apply_rotary, rotary_cos_sin
 from tost_lm.ops.precision import MASS_FLOOR
 from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig
-from tost_lm.pretrain.tiled import TiledLM
+from tost_lm.pretrain.step import train_step
+from tost_lm.pretrain.tiled import TiledLM, tile
+from tost_lm.testing import FLOAT32_REORDERED, assert_close
 
 LossOf = Callable[[TiledLM, Tensor, Tensor], Tensor]
 """loss(model, tokens_BT, labels_BT)"""
@@ -49,6 +57,33 @@ def plain_loop(settings: ModelConfig, device: str, seed: int = 0) -> Callable[[L
         return loss.detach()
 
     return step
+
+
+def beside_plain_loop(device: str, like: ModelConfig, rows: int, tokens: int) -> dict[str, Any]:
+    """A cell of steps of ours and of the plain loop, both compiled, in turns. The model has the pattern and sizes of
+    `like`, in the form of `plain_loss`; the first losses must be equal within a rounding."""
+    sizes = like.model_dump(include={"pattern", "layers", "heads", "width", "vocab_size"})
+    form = {"positions": "learned", "max_positions": tokens, "layer_scale": 1.0, "softmax": {"rope_theta": 1e4}}
+    settings = validate(ModelConfig, {**sizes, **form}, "benchmarks.plain")
+    windows = torch.randint(settings.vocab_size, (rows, tokens + 1), device=device)
+    batch = MicroBatch(windows[:, :-1], windows[:, 1:])
+    engine = engine_of(settings, device, bfloat16=device == "cuda", prepare=compile_blocks)
+    ours = lambda: train_step(engine, [batch], tile(engine.mesh, tokens), OptimConfig().lr)
+    plain = partial(plain_loop(settings, device), partial(plain_loss, block=torch.compile(block)), batch)
+    losses = [ours().loss, float(plain())]
+    seconds = interleaved_seconds({"ours": ours, "plain": plain}, device, budget_s=10)
+    cell = {
+        "case": f"{settings.pattern}, {rows} × {tokens:,} tokens",
+        "value": f"{median(seconds['ours']) / median(seconds['plain']):.2f} × the time of a plain loop",
+        "beside": f"{1e3 * median(seconds['ours']):,.3g} ms; first losses {losses[0]:.4f} and {losses[1]:.4f}",
+        "seconds": seconds, "losses": losses,
+    }  # fmt: skip
+    try:
+        rounding = torch.finfo(torch.bfloat16).eps if device == "cuda" else FLOAT32_REORDERED
+        assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rounding, "the first loss")
+    except AssertionError as error:
+        cell["failed"] = str(error)
+    return cell
 
 
 def block(block: Any, letter: str, x_BTC: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:

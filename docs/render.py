@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_settings import PARTS as GPU_PARTS
+from benchmarks.gpu import PARTS as GPU_PARTS
 from experiments.comparison.__main__ import FORMS, stored
 from experiments.comparison.tables import evidence, recall_table, tables
 from experiments.mqar import recall_table as mqar_table
@@ -59,7 +59,6 @@ def commands(_: str) -> str:
     """Every program with its usage and the summary in its docstring."""
     groups: dict[str, Iterable[Path]] = {title: map(source_of, names) for title, names in COMMANDS.items()}
     groups["Experiments"] = sorted((CHECKOUT / "experiments").rglob("*.py"))
-    groups["Benchmarks"] = sorted((CHECKOUT / "benchmarks").glob("*.py"))
     return "\n\n".join(
         "\n".join([f"## {title}\n", "| command | purpose |", "|---|---|", *_programs(sources)])
         for title, sources in groups.items()
@@ -81,7 +80,7 @@ def gpu(_: str) -> str:
     """What `python -m benchmarks.gpu` has shown of each part: on which GPU, and when."""
     rows = []
     found = [(record["machine"]["device"], cell) for record in _gpu_records() for cell in record["cells"]]
-    for name, part in GPU_PARTS.items():
+    for name, (_limit, measured) in GPU_PARTS.items():
         shown = [(device, cell) for device, cell in found if cell["part"] == name]
         before = None
         for device, cell in shown:
@@ -91,7 +90,7 @@ def gpu(_: str) -> str:
             rows.append((part_name, cell.get("case", "what followed"), by, result))
             before = where
         if not shown:
-            rows.append((name, part.shows, "no GPU", ""))
+            rows.append((name, (measured.__doc__ or "").split("\n")[0], "no GPU", ""))
     return table(("part", "case", "shown by", "result"), rows)
 
 

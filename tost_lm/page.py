@@ -64,13 +64,6 @@ def new_panels(width: float, height: float, columns: int, **shared: Any) -> "tup
     return figure, list(figure.subplots(1, columns, squeeze=False, **shared).ravel())
 
 
-def shade(fraction: float) -> Any:
-    """A colour of the colour map cividis."""
-    from matplotlib import colormaps
-
-    return colormaps["cividis"](fraction)
-
-
 def line_data(x: str, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> dict[str, Any]:
     """Header and rows of a Chart for lines (xs, ys) by name: one row for each x, empty where a line lacks it."""
     columns = [dict(zip(xs, ys, strict=True)) for xs, ys in lines.values()]
@@ -88,10 +81,10 @@ def marker(points: int) -> str:
     return "." if points <= 50 else ""
 
 
-def step_axis(axes: Any, intervals: int = 9) -> None:
+def step_axis(axes: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(intervals, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_locator(MaxNLocator(9, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("training step")
     axes.grid(alpha=0.3)

@@ -95,7 +95,7 @@ def test_the_site_has_every_page_and_no_broken_link(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     pages = {page.removeprefix("docs/").replace(".md", ".html") for page in set(PAGES) - {"README.md"}}
     assert pages | {"readme.html"} <= {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.html")}
-    assert '<pre class="mermaid">' in (tmp_path / "operator.html").read_text()
+    assert '<pre class="mermaid">' in (tmp_path / "tssa.html").read_text()
     assert "<!-- tested" not in (tmp_path / "quickstart.html").read_text()
 
 

@@ -15,15 +15,11 @@ import psutil
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu_parts import waits_in
-from benchmarks.gpu_ranks import LAYOUTS
-from benchmarks.gpu_settings import PARTS, GpuBenchmarkConfig
-from benchmarks.gpu_two_ranks import compared
-from benchmarks.gpu_warm_up import try_share
+from benchmarks.gpu import LAYOUTS, PARTS, GpuBenchmarkConfig, compared, try_share
 from benchmarks.measure import CHECKOUT, read_cells, results_file
 from tost_lm.errors import TostError
 
-OTHERS = ("deepspeed", "megatron", "fla", "sentencepiece", "psutil", "datasets", "wandb", "tqdm", "hypothesis")
+OTHERS = ("deepspeed", "megatron", "fla", "datasets", "wandb", "tqdm", "hypothesis")
 VICTIM = "decoding"
 
 
@@ -37,11 +33,11 @@ def results_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_every_part_runs_and_one_that_crashes_ends_no_other(tmp_path: Path):
     words = [sys.executable, "-m", "benchmarks.gpu", "gpu.device=cpu", "gpu.budget_minutes=60"]
     # Compiling takes minutes on a CPU.
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TORCHDYNAMO_DISABLE": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{sys.prefix}/fla", "TORCHDYNAMO_DISABLE": "1"}
     with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         for line in program.stdout:
@@ -53,26 +49,25 @@ def test_every_part_runs_and_one_that_crashes_ends_no_other(tmp_path: Path):
     assert program.returncode == 0
     cells = results_of(tmp_path)
     assert list(dict.fromkeys(cell["part"] for cell in cells)) == list(PARTS)
-    (crashed,) = [cell for cell in cells if cell["part"] == VICTIM]
+    *_, crashed = [cell for cell in cells if cell["part"] == VICTIM]
     others = [cell for cell in cells if cell is not crashed]
     assert crashed["failed"] == "ended by SIGSEGV"
     assert "Fatal Python error: Segmentation fault" in crashed["traceback"]
-    (refused,) = [cell for cell in others if "failed" in cell]
-    assert refused["case"] == "two ranks by nccl"  # which this machine lacks
+    assert [cell for cell in others if "failed" in cell] == []
     by_case = {cell.get("case"): cell for cell in others}
-    for layout in LAYOUTS:
-        assert by_case[f"{layout}, gloo"]["value"].startswith("losses differ by ")
-    assert "error: rank 1 (" in by_case["rank 1 killed, gloo"]["value"]
-    step = by_case["tost-base, 4 × 64 tokens, compiled, DeepSpeed"]
+    for layout in LAYOUTS.keys() - {"one rank"}:
+        assert by_case[layout]["value"].startswith("losses differ by ")
+    assert "error: rank 1 (" in by_case["rank 1 killed"]["value"]
+    step = by_case["tost-base, compiled"]
     assert sum(seconds for seconds, _ in step["classes"].values()) == pytest.approx(step["kernel_seconds"])
     assert {"matrix products", "token mixers", "loss", "optimizer"} <= step["classes"].keys()
     for case in ("A, 1 × 64 tokens", "DDDA, 2 × 128 tokens"):
         assert by_case[case]["value"].endswith("a plain loop")
-    assert by_case["delta-1b, 2 × 1 × 256 packed tokens, compiled, DeepSpeed"]["tokens"] == 512
+    assert by_case["delta-1b"]["tokens"] == 4 * 64
 
 
 @pytest.mark.slow
-def test_without_other_packages_steps_are_measured_in_a_plain_loop(tmp_path: Path):
+def test_without_other_packages_steps_are_those_of_fully_shard(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({OTHERS}))\n")
     words = ["gpu.device=cpu", 'gpu.parts=["training step", "two ranks"]']
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{tmp_path}:{CHECKOUT}", "OMP_NUM_THREADS": "1"}
@@ -81,8 +76,7 @@ def test_without_other_packages_steps_are_measured_in_a_plain_loop(tmp_path: Pat
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     *steps, ranks = results_of(tmp_path)
-    assert [cell.get("failed") for cell in steps] == [None] * 3
-    assert "plain loop" in steps[0]["case"]
+    assert [cell.get("failed") for cell in steps] == [None] * 4
     assert ranks["failed"] == "not tried: deepspeed is not installed"
 
 
@@ -113,14 +107,3 @@ def test_processes_share_the_variants_of_a_kernel(monkeypatch: pytest.MonkeyPatc
     assert shares == [[0, 3], [1, 4], [1]]  # 0 and 2 do not run
     tuner.configs = ["the only one"]
     assert autotuner.prune_configs(tuner, {}) == ["the only one"]
-
-
-def test_waits_of_the_device_are_counted_before_the_kernel_that_came_late():
-    kernels = [("loss_kernel", 0, 4e3), ("Memset", 1e3, 2e3), ("triton_poi", 9e3, 10e3), ("loss_kernel", 10.5e3, 11e3)]
-    kind = SimpleNamespace(name="CUDA")
-    events = [
-        SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=end))
-        for name, start, end in reversed(kernels)
-    ]
-    waits = waits_in(SimpleNamespace(events=lambda: events))
-    assert waits == pytest.approx({"loss": 0.5e-3, "copies and fills": 0, "norms and pointwise, compiled": 5e-3})

@@ -18,14 +18,13 @@ from tost_lm.model import ModelConfig, TostLM
 from tost_lm.testing.conformance import EQUALITIES, check, layer_adapter
 
 SHAPE = {"layers": 1, "heads": 2, "width": 8, "vocab_size": 8, "positions": "none", "layer_scale": 1.0}
-ALL_PARTS = {"decay": True, "convolution": True, "gate": True}
 PIECES = ["a", "bc", " ", "d", "e.", "fgh", "\n", "ijkl"]
 
 
-@pytest.mark.usefixtures("convolution", "tssa_parts", "convolved_keys")
+@pytest.mark.usefixtures("convolution", "convolved_keys")
 @pytest.mark.parametrize(
     ("letter", "own"),
-    [("G", {}), ("P", ALL_PARTS), ("C", {"qk_norm": "all-heads", "gate": True}), ("C", {"values": True})],
+    [("G", {}), ("C", {"qk_norm": "all-heads", "gate": True}), ("C", {"values": True})],
 )
 def test_the_plugins_conform(letter: str, own: dict[str, Any]):
     settings = {"plugin_settings": {letter: own}} if own else {}
@@ -33,21 +32,6 @@ def test_the_plugins_conform(letter: str, own: dict[str, Any]):
     report = check(layer_adapter(letter, config, rank_shard), tokens=24)
     assert report.with_result("fails") == ([] if letter == "G" else [EQUALITIES[-1]])  # products carry a NaN
     assert report.with_result("not offered") == [EQUALITIES[7]]
-
-
-@pytest.mark.usefixtures("tssa_parts")
-def test_without_parts_it_is_the_layer_of_the_package():
-    torch.manual_seed(0)
-    own, parts = (
-        TostLM(validate(ModelConfig, {**SHAPE, "pattern": letter, "tssa": {"denom_bias": "none"}}, "")).double()
-        for letter in "TP"
-    )
-    parts.load_state_dict(own.state_dict())
-    tokens_BT = torch.randint(8, (2, 150))
-    for model in (own, parts):
-        model(tokens_BT, labels=tokens_BT).loss.backward()
-    for (name, expected), found in zip(own.named_parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-10, msg=name)
 
 
 @pytest.mark.usefixtures("convolved_keys")
@@ -63,14 +47,6 @@ def test_convolved_keys_begin_as_those_of_the_token_before():
     torch.testing.assert_close(states[1].key[:, :, 1:], states[0].key[:, :, :-1])
     assert not states[1].key[:, :, 0].any()
     torch.testing.assert_close(states[1].value, states[0].value)
-
-
-@pytest.mark.usefixtures("shifted_keys")
-def test_shifted_keys_begin_as_those_of_the_token_before():
-    model = TostLM(validate(ModelConfig, {**SHAPE, "pattern": "K"}, ""))
-    query, key, value = model.get_parameter("blocks.0.mixer.conv").view(2, 12, 4).split(4, 1)
-    assert torch.equal(torch.stack([query, value]).sum((0, 1, 2)), torch.tensor([0.0, 0, 0, 16]))
-    assert torch.equal(key.sum((0, 1)), torch.tensor([0.0, 0, 8, 0]))
 
 
 def test_words_have_their_tokens_and_rare_ones_their_distance(monkeypatch: pytest.MonkeyPatch):

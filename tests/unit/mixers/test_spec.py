@@ -55,6 +55,16 @@ def test_bytes_are_those_that_the_layer_stores_and_sends(letter: str, settings: 
         assert stated.stored == pytest.approx(found.stored + log_sums)
 
 
+def test_a_loop_over_chunks_is_counted_for_few_tokens(monkeypatch: pytest.MonkeyPatch):
+    spec, shape = spec_and_shape("D", {})
+    whole = counted.costs(spec, load(shape, 512, 1)), counted.flops(spec, shape, 512)
+    monkeypatch.setattr(counted, "LOOPS", 1.0)  # from now on, any loop counts
+    few = counted.costs(spec, load(shape, 512, 1)), counted.flops(spec, shape, 512)
+    assert few[0].launches == whole[0].launches
+    assert few[0].stored == pytest.approx(whole[0].stored)
+    assert few[1] == whole[1]
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("letter", SPECS)
 def test_each_mixer_owns_its_settings_and_what_others_ask(letter: str):

@@ -13,9 +13,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, initialization
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils.generic import can_return_tuple
+from transformers import PreTrainedConfig, PreTrainedModel, initialization
 
 from tost_lm.checkpointing.format import FORMAT, MANIFEST, MODEL, StoredTensors, flush_and_hash, read_model_config
 from tost_lm.checkpointing.run_folder import find_checkpoint
@@ -107,20 +105,22 @@ class HiddenStates(Head):
         return x_BTC
 
 
-class TostForCausalLM(PreTrainedModel, GenerationMixin):
-    """A `TostLM` as `model`, whose head returns hidden states; if it is tied, the embedding is also `lm_head`."""
+class TostForCausalLM(modeling_tost.TostForCausalLM):
+    """A `TostLM` as `model`, whose head returns hidden states; if it is tied, the embedding is also `lm_head`.
+
+    What is not here, such as `forward`, is that of the file of the published form. Logits at padding are 0.
+    """
 
     config: TostConfig
-    base_model_prefix = "model"
+    config_class = TostConfig
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
-    _is_stateful = True
-    _input_embed_layer = "embedding"
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012, the library's
     _keys_to_ignore_on_save = ["lm_head.weight"]  # noqa: RUF012, the library's
+    cache_class = TostCache
 
     def __init__(self, config: TostConfig) -> None:
-        super().__init__(config)
+        PreTrainedModel.__init__(self, config)
         self.gradient_checkpointing = False
         model_config = config.to_model()
         self.model = TostLM(model_config, head=HiddenStates)
@@ -143,81 +143,34 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         else:
             self.model.head.weight = new_embeddings.weight  # pyright: ignore[reportAttributeAccessIssue]
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: TostCache | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: Tensor | int | None = None,
-        cache: TostCache | None = None,
-        **others: Any,
-    ) -> CausalLMOutputWithPast:
-        """Compute logits, loss and cache.
+    def logits(self, x_BKC: Tensor) -> Tensor:
+        """[B, K, V] of hidden states."""
+        weight_VC = self.model.head.weight
+        return self.lm_head(x_BKC) if weight_VC is None else linear(x_BKC, weight_VC)
 
-        Padding is skipped at any place: positions count tokens only, and logits at padding are 0.
-
-        Args:
-            input_ids: [B, T].
-            attention_mask: [B, columns of the cache + T], 0 at padding; None: no padding.
-            past_key_values: cache of the tokens before these, also as `cache`; updated in place.
-            labels: [B, T], input_ids with −100 where no loss is counted; shifted by one here.
-            use_cache: whether to start a cache where none is given; None: `config.use_cache`.
-            logits_to_keep: number of last columns with logits, 0: all; or their indices, int64 [K].
-            num_items_in_batch: divisor of the summed losses; None: the number of labels counted here.
-
-        Returns:
-            The mean loss in nats, logits [B, K, V] and the cache. In training with labels there are no logits: the loss
-            is computed without holding them.
-
-        Raises:
-            ConfigError: a row is longer than the model's positions.
-            ValueError: the mask does not fit the tokens, the cache has other rows or another class, or an argument is
-                unknown.
-        """
-        for name, value in others.items():
-            if value is not None and value is not False:
-                raise ValueError(f"TostForCausalLM does not support {name}: leave it out")
-        cache = past_key_values if cache is None else cache
-        if cache is None and (self.config.use_cache if use_cache is None else use_cache):
-            cache = TostCache()
-        if cache is not None and not isinstance(cache, TostCache):
-            raise ValueError(f"past_key_values is a {type(cache).__name__}: give a TostCache, or leave it out")
-        if labels is not None:
-            labels = pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
-        columns = 0 if cache is None else cache.columns
-        real_BT = None if attention_mask is None else real_tokens(input_ids, attention_mask, columns)
-        loss, x_BTC, state = self._read(input_ids, real_BT, cache, labels, num_items_in_batch)
-        if cache is not None:
-            cache.state, cache.columns = state, cache.columns + input_ids.shape[1]
-        logits_BKV = None
-        if labels is None or not self.training:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            x_BKC, head = x_BTC[:, kept], self.model.head
-            logits_BKV = self.lm_head(x_BKC) if head.weight is None else linear(x_BKC, head.weight)
-        return CausalLMOutputWithPast(loss=loss, logits=logits_BKV, **dict[str, Any]({CACHE: cache}))
-
-    def _read(
-        self,
-        tokens_BT: Tensor,
-        real_BT: Tensor | None,
-        cache: TostCache | None,
-        labels_BT: Tensor | None,
-        label_count: Tensor | int | None,
-    ) -> tuple[Tensor | None, Tensor, LMState | None]:
-        """Read the tokens at `real_BT` as packed documents; labels are already shifted.
-
-        Returns:
-            The loss, hidden states [B, T, C], and with a cache the state after the tokens.
-        """
-        state = None if cache is None else cache.state
+    def read(
+        self, tokens_BT: Tensor, mask: Tensor | None, cache: Any, labels_BT: Tensor | None, label_count: Any
+    ) -> tuple[Tensor | None, Tensor]:
+        """The loss and hidden states [B, T, C]; the cache is updated. With padding, the tokens are read as packed
+        documents."""
+        if labels_BT is not None:
+            labels_BT = pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
+        columns, state = (0, None) if cache is None else (cache.columns, cache.state)
         options = {"label_count": label_count, "output_state": cache is not None}
+        real_BT = None if mask is None else real_tokens(tokens_BT, mask, columns)
         if real_BT is None or real_BT.all():
             output = self.model(tokens_BT, labels_BT, state, **options)
-            return output.loss, output.logits, to_running_dtype(output.state)
+            loss, x_BTC, state = output.loss, output.logits, to_running_dtype(output.state)
+        else:
+            loss, x_BTC, state = self._read_padded(tokens_BT, real_BT, labels_BT, state, options)
+        if cache is not None:
+            cache.state, cache.columns = state, columns + tokens_BT.shape[1]
+        return loss, x_BTC
+
+    def _read_padded(
+        self, tokens_BT: Tensor, real_BT: Tensor, labels_BT: Tensor | None, state: LMState | None, options: Any
+    ) -> tuple[Tensor | None, Tensor, LMState | None]:
+        """The loss, hidden states, 0 at padding, and with a cache the state after the tokens."""
         B, T = tokens_BT.shape
         rows = real_BT.any(1).nonzero()[:, 0]
         if not len(rows):
@@ -234,17 +187,6 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         if after is not None and len(rows) < B:
             after = put_rows(state, rows, after, B)
         return output.loss, x_BTC, after
-
-    def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *others: Any, **named: Any
-    ) -> Any:
-        mask_BT = model_kwargs.get("attention_mask")
-        if mask_BT is not None and not mask_BT[:, -1].all():
-            raise ValueError("attention_mask ends in padding, which generation cannot continue; pad on the left")
-        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
-            model_kwargs[CACHE] = TostCache()
-        prepare: Any = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
-        return prepare(generation_config, model_kwargs, *others, **named)
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: CheckpointWrapper = checkpoint, every_n_layers: int = 1

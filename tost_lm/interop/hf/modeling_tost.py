@@ -212,12 +212,13 @@ class TostLM(nn.Module):
 
 
 class TostForCausalLM(PreTrainedModel, GenerationMixin):
-    config: TostConfig
+    config: Any
     config_class = TostConfig
     base_model_prefix = "model"
     _is_stateful = True
     _input_embed_layer = "embedding"
     _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012, the library's
+    cache_class = TostCache
 
     def __init__(self, config: TostConfig) -> None:
         super().__init__(config)
@@ -243,36 +244,51 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         cache: TostCache | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, K, V], the loss with labels, and the cache, all with the library's arguments.
+        """Logits [B, K, V], none in training with labels, the mean loss with labels, and the cache.
 
-        Padding at any place, where `attention_mask` [B, columns of the cache + T] is 0, is skipped: positions count
-        tokens only, and logits at padding have no meaning.
+        Arguments are the library's. `labels` [B, T] are input_ids with −100 where no loss is counted, `logits_to_keep`
+        the number of last columns with logits, 0 for all, or their indices [K]. Padding at any place, where
+        `attention_mask` [B, columns of the cache + T] is 0, is skipped: positions count tokens only, and logits at
+        padding have no meaning. A cache, `past_key_values` or `cache`, is updated in place.
 
         Raises:
-            ValueError: a row has more tokens than the model's positions, the mask does not fit, or an argument is
-                unknown.
+            ValueError: a row has more tokens than the model's positions, the mask does not fit, the cache has other
+                rows or another class, or an argument is unknown.
         """
         for name, value in others.items():
             if value is not None and value is not False:
                 raise ValueError(f"TostForCausalLM does not support {name}: leave it out")
         cache = past_key_values if cache is None else cache
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
-            cache = TostCache()
+            cache = self.cache_class()
+        if cache is not None and not isinstance(cache, self.cache_class):
+            raise ValueError(f"past_key_values is a {type(cache).__name__}: give a TostCache, or leave it out")
+        loss, x_BTC = self.read(input_ids, attention_mask, cache, labels, num_items_in_batch)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits: Any = self.logits(x_BTC[:, kept]) if labels is None or not self.training else None
+        return CausalLMOutputWithPast(loss, logits, **dict[str, Any]({CACHE: cache}))
+
+    def logits(self, x_BKC: Tensor) -> Tensor:
+        """[B, K, V] of hidden states."""
+        return self.model.head(x_BKC)
+
+    def read(
+        self, tokens_BT: Tensor, mask: Tensor | None, cache: Any, labels_BT: Tensor | None, label_count: Any
+    ) -> tuple[Tensor | None, Tensor]:
+        """The loss and hidden states [B, T, C]; the cache is updated."""
         states, first_B, columns = ([], None, 0) if cache is None else (cache.states, cache.positions, cache.columns)
-        real_BT = real_tokens(input_ids, attention_mask, columns)
+        real_BT = real_tokens(tokens_BT, mask, columns)
         count_BT = _running_sum(real_BT, first_B)
         limit = self.config.max_positions
         if limit is not None and columns + real_BT.shape[1] > limit and (longest := int(count_BT.max())) > limit:
             raise ValueError(f"{longest} tokens are more than the model's {limit} positions; shorten the text")
-        x_BTC, states = self.model(input_ids, states, (count_BT - 1).clamp_min(0), real_BT)
+        x_BTC, states = self.model(tokens_BT, states, (count_BT - 1).clamp_min(0), real_BT)
         if cache is not None:
             cache.states, cache.positions, cache.columns = states, count_BT[:, -1], columns + real_BT.shape[1]
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        loss = None
-        if labels is not None:
-            labels = labels.masked_fill(~real_BT.roll(1, 1), -100)  # none follows padding
-            loss = self.loss_function(self.model.head(x_BTC), labels, self.config.vocab_size, num_items_in_batch)
-        return CausalLMOutputWithPast(loss, self.model.head(x_BTC[:, kept]), **dict[str, Any]({CACHE: cache}))
+        if labels_BT is None:
+            return None, x_BTC
+        labels_BT = labels_BT.masked_fill(~real_BT.roll(1, 1), -100)  # none follows padding
+        return self.loss_function(self.logits(x_BTC), labels_BT, self.config.vocab_size, label_count), x_BTC
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *others: Any, **named: Any
@@ -281,7 +297,7 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         if mask_BT is not None and not mask_BT[:, -1].all():
             raise ValueError("attention_mask ends in padding, which generation cannot continue; pad on the left")
         if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
-            model_kwargs[CACHE] = TostCache()
+            model_kwargs[CACHE] = self.cache_class()
         prepare: Any = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         return prepare(generation_config, model_kwargs, *others, **named)
 
