@@ -1,13 +1,12 @@
-"""Draw the figures of stored results: length.png of `python -m benchmarks.model`, the newest in results/benchmarks, and
-recall.png of `python -m experiments.needle_lengths`.
+"""Draw the figure of a stored result: length.png of `python -m benchmarks.model`, the newest in results/benchmarks.
 
-    python docs/draw.py
+python docs/draw.py
 """
 
 import json
 import math
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -17,13 +16,6 @@ TASKS = {
     "training step": ("peak_bytes", "peak memory [MB]"),
     "decoding a token": ("state_bytes", "memory of the past [MB]"),
 }
-FORMS = {
-    "delta": "gated delta rule + softmax",
-    "delta-alone": "gated delta rule",
-    "tssa": "TSSA + softmax",
-    "softmax": "softmax, rotary",
-}
-TEXTS = {"heldout": "text of the trained kind", "books": "books"}
 
 
 def newest_result() -> dict:
@@ -71,39 +63,5 @@ def draw_length() -> Figure:
     return figure
 
 
-def draw_recall() -> Figure:
-    """Lines: means over seeds; areas: from the lowest to the highest seed."""
-    results = [json.loads(path.read_text()) for path in (CHECKOUT / "results/needle_lengths").glob("*.json")]
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.9), sharey=True, layout="constrained")
-    lengths = sorted({cell["length"] for result in results for text in TEXTS for cell in result[text]})
-    for axis, (text, title) in zip(axes, TEXTS.items(), strict=True):
-        for form, label in FORMS.items():
-            runs = [_accuracies(result[text]) for result in results if result["form"] == form]
-            columns = [[100 * run[length] for run in runs] for length in lengths]
-            (line,) = axis.plot(lengths, list(map(fmean, columns)), marker="o", label=label)
-            axis.fill_between(
-                lengths, list(map(min, columns)), list(map(max, columns)), alpha=0.15, color=line.get_color()
-            )
-        axis.axhline(10, color="grey", linestyle=":", label="chance")
-        axis.axvline(256, color="grey", linewidth=0.8)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axis.set_title(f"needle in {title}", fontsize=10)
-        axis.set_xlabel("tokens; trained on 256")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("the right word of ten [%]")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    return figure
-
-
-def _accuracies(cells: list[dict]) -> dict[int, float]:
-    """By length, over all depths, which have equally many examples."""
-    return {
-        length: fmean(cell["choice_accuracy"] for cell in cells if cell["length"] == length)
-        for length in {cell["length"] for cell in cells}
-    }
-
-
 if __name__ == "__main__":
-    for name, draw in {"length": draw_length, "recall": draw_recall}.items():
-        draw().savefig(CHECKOUT / f"docs/figures/{name}.png", dpi=120, metadata={"Software": None})
+    draw_length().savefig(CHECKOUT / "docs/figures/length.png", dpi=120, metadata={"Software": None})

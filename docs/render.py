@@ -8,7 +8,7 @@ compares the pages with what this program would write. The results come from the
 - results/benchmarks: `python -m benchmarks.NAME`, one file for each device.
 - results/comparison: `python -m experiments.comparison`, one file for each run.
 - results/mqar.json: `python -m experiments.mqar experiments/mqar.toml`, as it stores it in runs/mqar.
-- results/needle_NAME.json: `tost eval`, with the commands that the file has, and what they ran on.
+- results/needle_recall.json: `tost eval`, with the commands that the file has, and what they ran on.
 - results/servers.json: `pytest --full --record results/tests.json tests/full/test_servers.py`.
 - results/tests.json: `pytest --record`, the last run of each test file.
 
@@ -30,6 +30,7 @@ from experiments.comparison.tables import evidence, recall_table, tables
 from experiments.mqar import recall_table as mqar_table
 from tost_lm.cli.main import COMMANDS, purpose, source_of
 from tost_lm.config import load_config, read_toml, recipes
+from tost_lm.inference.effective_length import effective_lengths
 from tost_lm.markdown import table
 from tost_lm.pretrain.commands.plan import layout, memory_rows, time_rows
 from tost_lm.pretrain.plan.fit import complete
@@ -119,13 +120,11 @@ def mqar(_: str) -> str:
     return mqar_table(json.loads((RESULTS / "mqar.json").read_text())["results"])
 
 
-def needles(name: str, _: str) -> str:
-    """What `tost eval` has printed, and of trained models the step."""
-    rows = []
-    for results in json.loads((RESULTS / f"needle_{name}.json").read_text())["results"]:
-        step = results["identity"]["step"]
-        rows += rows_of(results["protocol"] if step is None else f"{results['protocol']}, step {step}", results)
-    return table(HEADER, rows)
+def needles(_: str) -> str:
+    """What `tost eval` has printed of the recipe recall."""
+    (results,) = json.loads((RESULTS / "needle_recall.json").read_text())["results"]
+    (found,) = effective_lengths({results["protocol"]: results})
+    return f"{table(HEADER, rows_of(results['protocol'], results))}\n\nEffective length: {found.shown}; {found.about}."
 
 
 QWEN3_5 = {
@@ -240,7 +239,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands, "gpu": gpu, "guarantees": guarantees, "status": status, "comparison": comparison,
     "evidence": in_brief, "qwen3_5": qwen3_5, "recall": recall, "mqar": mqar, "servers": servers,
     **{f"benchmark-{name}": partial(benchmark, name) for name in ("long", "storage")},
-    **{f"needle-{name}": partial(needles, name) for name in ("smollm2", "longer")},
+    "needles": needles,
 }  # fmt: skip
 
 

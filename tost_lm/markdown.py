@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tost_lm.intervals import wilson
+
 NUMBER = r"[<+−-]? ?\d[\d.,]*(?:e[+-]?\d+)?%?"
 NUMBERS = re.compile(rf"{NUMBER}(?:(?: ± | of |, | / ){NUMBER})*(?: \(.*\))?|NaN|–|")
 LONG_CELL = 40
@@ -23,10 +25,20 @@ def with_error(mean: float, standard_error: float | None, form: str) -> str:
     return f"{mean:{form}}" + ("" if standard_error is None else f" ± {standard_error:{form.strip('+')}}")
 
 
+def with_interval(score: float, count: float, form: str) -> str:
+    """A mean of scores from 0 to 1, with the 95 % interval over their `count` examples."""
+    low, high = wilson(score, count)
+    return f"{score:{form}} ({low:{form}} to {high:{form}})"
+
+
 def format_result(headline: str, totals: Mapping[str, Any]) -> str:
-    """A result as it is cited, with its standard error if there is one."""
-    error = totals.get(f"{headline}_standard_error")
-    form = ".2%" if headline.endswith(("accuracy", "share")) else ",.4f" if totals[headline] < 10 else ",.2f"
+    """A result as it is cited: an accuracy of so many examples with its 95 % interval, others with their standard
+    error if there is one."""
+    error, count = totals.get(f"{headline}_standard_error"), totals.get("examples", totals.get("samples"))
+    is_score = headline.endswith(("accuracy", "share"))
+    if is_score and count:
+        return with_interval(totals[headline], count, ".2%")
+    form = ".2%" if is_score else ",.4f" if totals[headline] < 10 else ",.2f"
     return f"{totals[headline]:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
 

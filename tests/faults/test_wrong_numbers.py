@@ -146,7 +146,7 @@ def nan_weights_from_evaluation_on(rank: int) -> None:
 
 
 def test_an_evaluation_of_nan_weights_ends_the_run_without_a_result(workplace: Path, record_fault: RecordFault):
-    needle = ("needle.lengths=[64]", "needle.samples=2", "needle.depths=[0.5]")
+    needle = ("needle.lengths=[64]", "needle.samples=2", "needle.depths=[0.5]", "needle.keys=1")
     words = ("train.steps=3", "evaluation.interval=3", 'evaluation.tasks=["needle"]')
     words += ("model.positions=none", "model.tssa.denom_bias=head")
     words += tuple(f"evaluation.settings.{setting}" for setting in needle)

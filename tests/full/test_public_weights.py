@@ -122,7 +122,7 @@ def test_a_needle_is_found_by_both_libraries(folder: Path):
     scores = {}
     for name in ("SmolLM2", "ours"):
         run("tost eval", name, "needle", *words, cwd=folder)
-        cells = json.loads((folder / name / "eval/needle@words/results.json").read_text())["cells"]
+        cells = json.loads((folder / name / "eval/needle@keys/results.json").read_text())["cells"]
         scores[name] = [cell["answer_nats"] for cell in cells]
         assert [cell["choice_accuracy"] for cell in cells] == [1, 1]
     assert scores["ours"] == pytest.approx(scores["SmolLM2"], abs=FLOAT32_REORDERED)  # nats near 0, logits of 20

@@ -166,7 +166,7 @@ EVALUATIONS = [
 ]  # fmt: skip
 HUGGING_FACE = [
     ["tost eval", "lambada_openai@lm-eval", "wikitext2@lm-eval", "piqa@lm-eval", "needle", "positions", "text", *SETS,
-     "needle.haystack=haystack.txt", "needle.lengths=[160]", "needle.samples=2", "needle.depths=[0.5]",
+     "needle.haystack=haystack.txt", "needle.lengths=[160]", "needle.samples=2", "needle.depths=[0.5]", "needle.keys=2",
      "positions.file=haystack.txt", "positions.times=1", "positions.sequences=2", "text.file=sets/wikitext2.txt"],
     ["tost generate", "sample.tokens=20"],
 ]  # fmt: skip

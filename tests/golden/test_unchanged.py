@@ -72,7 +72,8 @@ def test_evaluation_is_unchanged():
     (results, same_processor), found = stored(), evaluated()
     assert found.keys() == results["evaluation"].keys()
     for name, value in results["evaluation"].items():
-        assert_same(found[name], value, same_processor, name)
+        # Those of the needle were stored on a processor without a file.
+        assert_same(found[name], value, same_processor and "needle@keys" not in name, name)
 
 
 def assert_same(ours: Any, theirs: Any, same_processor: bool, name: str) -> None:

@@ -14,8 +14,8 @@ from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
 from tost_lm.files import read_rows
 from tost_lm.testing import FLOAT32_REORDERED
 
-HELDOUT, NEEDLE, SAMPLE, TEXT = "eval/heldout@bpb", "eval/needle@words", "eval/sample", "eval/text@bpb"
-NEEDLES = ("needle", "needle.samples=2", "needle.depths=[0.0, 1.0]")
+HELDOUT, NEEDLE, SAMPLE, TEXT = "eval/heldout@bpb", "eval/needle@keys", "eval/sample", "eval/text@bpb"
+NEEDLES = ("needle", "needle.samples=2", "needle.depths=[0.0, 1.0]", "needle.keys=1")
 COMMANDS = [
     ("tost eval", ("heldout",)),
     ("tost eval", NEEDLES),
@@ -115,11 +115,14 @@ def test_needles_resume_from_their_cells_and_copies_of_the_model_share_cells_and
     (copy / "runs/tiny/eval/positions/results.json").unlink()
     output = run("tost eval", "runs/tiny", "positions", *NEEDLES, *sequences, cwd=copy, ranks=2)
     assert results(copy / "runs/tiny", "eval/positions")["by_position"] == by_position
-    assert f"needle@words: reusing 1 of {len(cells)} cells" in output
-    assert output.count("| needle@words | ") == len({cell["length"] for cell in alone})
-    assert "warning: with 4 examples of a length, the standard error of an accuracy is up to 25%; raise need" in output
+    assert f"needle@keys: reusing 1 of {len(cells)} cells" in output
+    assert output.count("| needle@keys | ") == len({cell["length"] for cell in alone})
+    assert "with 4 examples of a length, the 95 % interval of an accuracy is up to 15% to 85%; raise needle.s" in output
     assert results(home, ".")["cells"] == alone
     again = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
+    output = run("tost eval", "runs/tiny", *NEEDLES, "needle.threshold=0.000001", cwd=copy)
+    assert f"needle@keys: reusing {len(cells)} of {len(cells)} cells" in output
+    assert results(home, ".")["effective_length"]["high"] == max(cell["length"] for cell in alone)
     assert again.keys() == cells.keys()
     assert again[kept] == cells[kept]
 

@@ -55,8 +55,7 @@ def test_results_equal_those_of_zero_shot_and_weights_are_unchanged(workplace: P
     assert_as_afterwards(workplace)
     log = (workplace / "runs/tiny/log.txt").read_text()
     last = rows(workplace)[-2]
-    figure, error = last["word_perplexity"], last["word_perplexity_standard_error"]
-    line = f"step 8/8  wikitext2@lm-eval  word perplexity {figure:.5g} ± {error:.5g}\n"
+    line = f"step 8/8  wikitext2@lm-eval  word perplexity {format_result('word_perplexity', last)}\n"
     assert line in log
     assert line in output
     assert "scoring" not in output
@@ -68,12 +67,12 @@ def test_results_equal_those_of_zero_shot_and_weights_are_unchanged(workplace: P
 
 
 OTHERS = {
-    "needle": {"lengths": [64], "samples": 3, "depths": [0.5]},
+    "needle": {"lengths": [64], "samples": 3, "depths": [0.5], "keys": 1},
     "positions": {"times": 1, "sequences": 2},
     "text": {"file": "text.txt"},
     "heldout": {"max_documents": 2},
 }
-HEADLINES = {"needle@words": "choice_accuracy", "positions": "nats_per_token", "text@bpb": "bits_per_byte"}
+HEADLINES = {"needle@keys": "choice_accuracy", "positions": "nats_per_token", "text@bpb": "bits_per_byte"}
 HEADLINES["heldout@bpb"] = "bits_per_byte"
 
 
@@ -87,7 +86,7 @@ def test_other_tasks_equal_those_of_the_checkpoint(workplace: Path, ranks: int):
     run("tost eval", "runs/tiny", *OTHERS, *given, cwd=workplace)
     for row in rows(workplace):
         found = results(workplace / "runs/tiny", row["protocol"])
-        if row["protocol"] == "needle@words":
+        if row["protocol"] == "needle@keys":
             expected = found["cells"][0]["choice_accuracy"]
         elif row["protocol"] == "positions":
             expected = found["by_position"][-1]["nats_per_token"]

@@ -114,7 +114,7 @@ def test_the_help_of_a_section_has_its_settings_only(answers: dict[str, Answer])
     [
         ("lm-eval", "    tost lm-eval run --model tost_lm --model_args pretrained=runs/demo --tasks"),
         ("recipes", "    tost recipes copy owt_tost_base"),
-        ("tasks", "  needle@words "),
+        ("tasks", "  needle@keys "),
     ],
 )
 def test_the_help_of_commands_without_settings_imports_nothing_heavy(

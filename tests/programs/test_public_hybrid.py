@@ -93,7 +93,7 @@ def test_hybrids_of_transformers_retrieve_on_this_device(workplace: Path):
     nats = {}
     for name in (*KINDS, *(f"models/{name}" for name in KINDS)):
         run("tost eval", name, *words, cwd=workplace)
-        (cell,) = json.loads((workplace / name / "eval/needle@words/results.json").read_text())["cells"]
+        (cell,) = json.loads((workplace / name / "eval/needle@keys/results.json").read_text())["cells"]
         nats[name] = cell["answer_nats"]
     for name in KINDS:
         assert nats[name] == pytest.approx(nats[f"models/{name}"], rel=FLOAT32_REORDERED)

@@ -22,7 +22,7 @@ TASKS = {
     "heldout": ([], "scoring"),
     "text": (["text.file=long.jsonl"], "scoring"),
     "positions": (["positions.times=4000", "positions.sequences=4"], "reading"),
-    "needle": (NEEDLE, "needle@words: length"),
+    "needle": (NEEDLE, "needle@keys: length"),
 }
 SIGTERM_IN_DELETION = """
 import os, signal, time

@@ -1,6 +1,7 @@
 """Evaluations by the code of `tost eval`."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from tost_lm.tasks.scored import ScoredTask
 from tost_lm.tasks.settings import EvalConfig
 
 RULER = [task.name for task in FAMILIES["ruler"].tasks]
-RETRIEVAL = ["needle@words", *RULER]
+RETRIEVAL = ["needle@keys", *RULER]
+STATED = r"(?:The secret \w+ of|In secret they named)"
 CONTEXT = [task.name for task in FAMILIES["context"].tasks]
 
 WIKI = " \n = One = \n \n It was 2 @.@ 5 , he said . \n The end of it , and of all . \n = Two = \n \n More words . \n"
@@ -37,6 +39,11 @@ FILES |= {
 def evaluate(path: Path, *tasks: str, **sections: Any) -> None:
     """Measure a run or model by tasks; `sections` are the settings."""
     main(path, validate(EvalConfig, {"tasks": tasks, **sections}, "test"))
+
+
+def secrets(text: str) -> list[tuple[str, str]]:
+    """(key, value) of the needles of `RETRIEVAL` that have both, in the order of the text."""
+    return re.findall(rf"{STATED} (\S+)(?: is)? (\S+)\.\n", text)
 
 
 def scored(name: str) -> ScoredTask:

@@ -135,9 +135,9 @@ class PassagesConfig(Section):
     """The file to write, JSON lines. It is the corpus.source of the same CONFIG."""
     text: Annotated[str, NAMES_FILES] = Field(default="embedded", min_length=1)
     """The text between the secrets, as corpus.source."""
-    count: int = Field(default=12_000, gt=0)
+    count: int = Field(default=20_000, gt=0)
     """Number of passages."""
-    lines: tuple[int, int] = (3, 14)
+    lines: tuple[int, int] = (1, 4)
     """Fewest and most lines of text in a passage, beside those of its secrets."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Random seed of the passages."""

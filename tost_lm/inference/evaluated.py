@@ -151,14 +151,14 @@ class EvaluatedCheckpoint:
         return None
 
     def cited_results(self) -> list[dict[str, Any]]:
-        """The results with a headline that were measured on exactly this checkpoint, by task.
+        """The results with a headline or an effective length that were measured on exactly this checkpoint, by task.
 
         Raises:
             ConfigError: as `read_result_file`.
         """
         checkpoint_sha256 = sha256_file(self.checkpoint / "manifest.json")
         found = [read_result_file(path) or {} for path in sorted(self.home.glob("eval/*/results.json"))]
-        cited = [results for results in found if "headline" in results]
+        cited = [results for results in found if results.keys() & {"headline", "effective_length"}]
         return [results for results in cited if results["identity"]["checkpoint_sha256"] == checkpoint_sha256]
 
     def write_results(self, task: str, identity: dict[str, Any], started: float, results: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from tost_lm.data.stages import StageRecord, passes, steps_of, tokens_of
 from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import ConfigError
 from tost_lm.files import regular_file, sha256_file
+from tost_lm.inference.effective_length import effective_lengths
 from tost_lm.markdown import escape, format_result, table
 from tost_lm.mixers.plugins import VARIABLE, plugin_files
 from tost_lm.model.config import ModelConfig
@@ -80,7 +81,7 @@ def model_card(
         folder: a step folder or a model folder.
         title: default: the run and the step.
         run: the run folder of a step folder; None: not known.
-        evaluations: contents of results.json that have a headline, of this checkpoint.
+        evaluations: contents of results.json that have a headline or an effective length, of this checkpoint.
         usage: Python that loads the model where the card lies.
         library: the library that does.
 
@@ -266,11 +267,13 @@ def _results(
         if loss < 100:
             rows.append(("validation", "perplexity", f"{math.exp(loss):,.2f}", how))
     later = {results["protocol"] for results in evaluations}
+    grids = {results["protocol"]: results for results in evaluations if "cells" in results}
+    rows += [("retrieval", "effective length", own.shown, own.about) for own in effective_lengths(grids)]
     for name, row in measured.items():
         if name not in later and row[row["headline"]] is not None:
             how = f"during training, step {row['step']:,}, test set SHA-256 {row['data_sha256']}"
             rows.append((name, row["headline"].replace("_", " "), format_result(row["headline"], row), how))
-    for results in evaluations:
+    for results in (one for one in evaluations if "headline" in one):
         headline, identity, totals = results["headline"], results["identity"], results["model"]
         count = f"{totals['examples']:,} examples" if "examples" in totals else f"{totals['documents']:,} documents"
         text = [redact_text(f"shards {identity['shards']}")] if identity["shards"] else []
@@ -281,7 +284,8 @@ def _results(
     if not rows:
         return ""
     scores = table(("evaluation", "metric", "result", "settings"), rows)
-    error = "\n\n± is the standard error." if any("±" in row[2] for row in rows) else ""
+    error = "\n\n± is the standard error over examples." if any("±" in row[2] for row in rows) else ""
+    error += "\n\nParentheses: the 95 % interval over examples." if any("(" in row[2] for row in rows) else ""
     return f"## Results\n\n{scores}{error}"
 
 

@@ -23,7 +23,7 @@ from tost_lm.config import to_toml
 from tost_lm.data.stages import phases, tokens_of
 from tost_lm.errors import TrainingError
 from tost_lm.files import regular_file, write_atomically, write_rows
-from tost_lm.markdown import with_error
+from tost_lm.markdown import format_result
 from tost_lm.model.flops import peak_flops
 from tost_lm.parallel.agreement import rank_numbers
 from tost_lm.parallel.watchdog import read_heartbeats
@@ -179,9 +179,9 @@ class Metrics:
         the standard error of the headline if it has one."""
         self._send(_evaluation_values(_append(self._evaluation_rows, row)))
         headline = row["headline"]
-        figure = with_error(row[headline], row.get(f"{headline}_standard_error"), ".5g")
         self.log(
-            f"step {row['step']}/{self._config.train.steps}  {row['protocol']}  {headline.replace('_', ' ')} {figure}"
+            f"step {row['step']}/{self._config.train.steps}  {row['protocol']}  {headline.replace('_', ' ')} "
+            f"{format_result(headline, row)}"
         )
 
     def skipped(self, step: int, reason: str) -> None:

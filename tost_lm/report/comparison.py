@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tost_lm.config import validate
+from tost_lm.intervals import wilson
 from tost_lm.markdown import escape, format_chance, table, with_error
 from tost_lm.model import ModelConfig
 from tost_lm.model.flops import parameters
@@ -16,7 +17,7 @@ from tost_lm.report.record import Group, Mean, at_step, common_steps, loss_curve
 from tost_lm.report.training import loss_section, position_curve, position_section
 from tost_lm.tasks.grid import GridTask
 from tost_lm.tasks.registry import all_tasks
-from tost_lm.tasks.task import Task
+from tost_lm.tasks.task import Row, Task
 
 
 class Metric(NamedTuple):
@@ -154,15 +155,20 @@ def by_length(groups: Sequence[Group]) -> str:
             rows.append((task.name, f"{length:,}", format_chance(chances[0]), *cells))
     return "\n\n".join([
         "## Scores by length",
-        "The cited score of each task, mean ± standard error over the runs of a group. The control in parentheses uses "
-        "a text without the answer.",
+        "The cited score of each task: the mean, its 95 % interval over the texts of all runs (Wilson's), and for "
+        "several runs the lowest and highest of them, which differ in the seed. The control uses a text without the "
+        "answer.",
         table(("task", "tokens", "chance", *[f"group {group.number}" for group in groups]), rows),
     ])  # fmt: skip
 
 
-def _mean_and_control(scores: Sequence[tuple[float, float]]) -> str:
-    own, controls = (Mean.of(values) for values in zip(*scores, strict=True)) if scores else (None, None)
-    return f"{with_error(own.value, own.error, '.1%')} ({controls.value:.1%})" if own and controls else "–"
+def _mean_and_control(scores: Sequence[Row]) -> str:
+    if not scores:
+        return "–"
+    own, controls, texts = (np.array([row[key] for row in scores]) for key in ("score", "control", "samples"))
+    seeds = f", seeds {own.min():.1%} to {own.max():.1%}" if len(scores) > 1 else ""
+    low, high = wilson(own.mean(), texts.sum())
+    return f"{own.mean():.1%} (texts {low:.1%} to {high:.1%}{seeds}; control {controls.mean():.1%})"
 
 
 def group_members(groups: Sequence[Group]) -> str:
@@ -193,7 +199,8 @@ def results(groups: Sequence[Group]) -> str:
         "## Results",
         *[f"> {escape(limitation)}" for limitation in limitations(groups)],
         metrics_table(("group", "runs"), firsts, groups),
-        f"Mean ± standard error over the runs of a group, in figures at their common steps. {UNITS}",
+        "Mean ± standard error over the runs of a group, so over seeds and not over texts, in figures at their common "
+        f"steps. {UNITS}",
     ])  # fmt: skip
 
 

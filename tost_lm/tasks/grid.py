@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tost_lm.errors import ConfigError
+from tost_lm.inference.effective_length import ACCURACIES, accuracy_of, effective_lengths
 from tost_lm.inference.evaluated import read_result_file, write_result_file
 from tost_lm.inference.ranks import Ranks
-from tost_lm.markdown import format_chance, table, with_error
+from tost_lm.intervals import wilson
+from tost_lm.markdown import format_chance, table, with_error, with_interval
 from tost_lm.page import Chart, Page, draw_heatmap, new_panels
 from tost_lm.tasks.evaluated_model import EvaluatedModel, checkpoint_of
 from tost_lm.tasks.haystacks import Text
-from tost_lm.tasks.queries import GridConfig, Queries, QuerySource
+from tost_lm.tasks.queries import GridConfig, Queries, QuerySource, RetrievalConfig
 from tost_lm.tasks.task import Family, Inputs, Measure, Measurement, Place, Row, Task
 
 if TYPE_CHECKING:
     from tost_lm.inference.generation import LanguageModel, ModelFacts
     from tost_lm.tasks.answers import Scorer
 
-ACCURACIES = {"choice_accuracy": "choice", "found_share": "found", "token_accuracy": "tokens"}
-"""Scores by precedence, and their names in tables: a task's accuracy is the first that it has."""
 FEW_EXAMPLES = 25
-"""With fewer the standard error of an accuracy may exceed 10 %."""
+"""With fewer the 95 % interval of an accuracy may be wider than ± 18 %."""
 
 
 NOT_SCORES = ("protocol", "identity", "seconds", "examples")
@@ -80,39 +80,49 @@ class GridTask(Task):
 
         def prepare(model: "ModelFacts") -> Measure:
             if (fewest := settings.samples * len(queries.depths)) < FEW_EXAMPLES:
+                low, high = wilson(0.5, fewest)
                 inputs.notes[
-                    f"warning: with {fewest} examples of a length, the standard error of an accuracy is up to "
-                    f"{0.5 / fewest**0.5:.0%}; raise {settings.section}.samples"
+                    f"warning: with {fewest} examples of a length, the 95 % interval of an accuracy is up to "
+                    f"{low:.0%} to {high:.0%}; raise {settings.section}.samples"
                 ] = None
             grid = Grid(queries, queries.lengths(settings, model), settings.samples)
-            return partial(self._measure, grid)
+            return partial(self._measure, grid, settings)
 
         identity = {"settings": queries.identity(settings), **(text.facts if text else {})}
         return Measurement(identity, prepare, text and text.shards)
 
     @staticmethod
-    def _measure(grid: "Grid", model: "LanguageModel", ranks: Ranks, place: Place | None) -> Row:
+    def _measure(grid: "Grid", settings: GridConfig, model: "LanguageModel", ranks: Ranks, place: Place | None) -> Row:
         from tost_lm.tasks.answers import model_scorer
 
         scorer = model_scorer(model, grid.queries.tokenizer.vocab_size, ranks)
         cells = grid.stored(ranks, scorer, place) if place else [grid.measure(cell, scorer)[0] for cell in grid.cells]
         results = {"pattern": model.config.pattern, "chance": grid.queries.chance, "cells": cells}
         print(table(HEADER, rows_of(grid.queries.name, results)))
+        if isinstance(settings, RetrievalConfig):
+            results["threshold"] = settings.threshold
+            (found,) = effective_lengths({grid.queries.name: results})
+            results["effective_length"] = {"tokens": found.tokens, "low": found.low, "high": found.high}
+            print(f"effective length: {found.shown}; {found.about}")
         return results
 
     def totals_of(self, results: Row) -> Row:
         keys = self.headline, f"control_{self.headline}"
-        by_length = {f"{self.headline}_at_{n}": score for n, (score, _) in self.by_length(results).items()}
-        return over_cells(results["cells"], keys) | by_length
+        by_length = {f"{self.headline}_at_{n}": row["score"] for n, row in self.by_length(results).items()}
+        effective = {f"effective_length_{key}": n for key, n in results.get("effective_length", {}).items()}
+        return over_cells(results["cells"], keys) | by_length | effective
 
     def cited(self, results: Row) -> float:
         return over_cells(results["cells"], [self.headline])[self.headline]
 
-    def by_length(self, results: Row) -> dict[int, tuple[float, float]]:
-        """The cited score and that of the control by length."""
+    def by_length(self, results: Row) -> dict[int, Row]:
+        """By length, the cited `score`, that of the `control`, and the number of `samples`."""
         keys = self.headline, f"control_{self.headline}"
         means = {n: over_cells(own, keys) for n, own in cells_by_length(results["cells"]).items()}
-        return {length: (own[keys[0]], own[keys[1]]) for length, own in means.items()}
+        return {
+            length: {"score": own[keys[0]], "control": own[keys[1]], "samples": own["samples"]}
+            for length, own in means.items()
+        }
 
 
 def find_text(settings: GridConfig, inputs: Inputs) -> Text:
@@ -174,8 +184,12 @@ class Grid:
 
 def _identity(place: Place, cell: Cell) -> Row:
     """Everything that a cell depends on, without the settings of other cells."""
-    shared = {key: value for key, value in place.identity["settings"].items() if key not in ("lengths", "depths")}
-    return place.identity | {"settings": shared | cell._asdict()}
+    return place.identity | {"settings": without_cells(place.identity["settings"]) | cell._asdict()}
+
+
+def without_cells(settings: Row) -> Row:
+    """The settings that every cell depends on."""
+    return {key: value for key, value in settings.items() if key not in ("lengths", "depths", "threshold")}
 
 
 def _stored(place: Place) -> dict[Cell, Row]:
@@ -209,11 +223,6 @@ def cells_by_length(cells: Sequence[Row]) -> dict[int, list[Row]]:
     return {length: [c for c in cells if c["length"] == length] for length in sorted({c["length"] for c in cells})}
 
 
-def _accuracy(cell: Row) -> str:
-    """The key of the accuracy that stands for a task."""
-    return next(key for key in ACCURACIES if key in cell)
-
-
 def section(run: EvaluatedModel, page: Page) -> str:
     """The section of the report on all tasks with cells; empty without results."""
     files = sorted(run.folder.glob("eval/*@*/results.json"))
@@ -228,11 +237,13 @@ def section(run: EvaluatedModel, page: Page) -> str:
             (*HEADER, "checkpoint"),
             [(*row, checkpoint_of(run, results)) for name, results in found.items() for row in rows_of(name, results)],
         ),
+        *(f"**Effective length: {own.shown}**; {own.about}." for own in effective_lengths(found)),
         "Scores: found, the fraction of the expected strings in the greedily generated text; choice, whether the right "
         "answer is the likeliest of several; tokens, the fraction of answer tokens that are the most likely ones. "
         "Exact: all of them are. The text of the control lacks the answer. Gain: nats per token by which the text "
-        "lowers the answer, against the control. ± is the standard error over the examples. The figure's CSV "
-        "file has all scores.",
+        "lowers the answer, against the control. Chance: the score of a guess, in needle and niah_multikey_1 "
+        "among the values in the text, else without the text. Parentheses: the 95 % interval over texts (Wilson's). "
+        "±: the standard error over texts. The figure's CSV file has all scores.",
     ]
     if {letter for results in found.values() for letter in results["pattern"]} == {"T"}:
         paragraphs.append(
@@ -249,15 +260,13 @@ def rows_of(name: str, results: Row) -> list[tuple[str, ...]]:
     """A row for each length of a task."""
     rows = []
     for length, cells in cells_by_length(results["cells"]).items():
-        key = _accuracy(cells[0])
+        key = accuracy_of(cells[0])
         means = over_cells(cells, (key, "exact_accuracy", f"control_{key}", "gain_over_control"))
-        score, gain = (
-            with_error(means[of], means[f"{of}_standard_error"], form)
-            for of, form in ((key, ".1%"), ("gain_over_control", "+.3f"))
-        )
+        gain = with_error(means["gain_over_control"], means["gain_over_control_standard_error"], "+.3f")
+        score = f"{ACCURACIES[key]} {with_interval(means[key], means['samples'], '.1%')}"
         rows.append((
-            name, format_chance(results["chance"]), f"{length:,}", f"{means['samples']:,}",
-            f"{ACCURACIES[key]} {score}", f"{means[f'control_{key}']:.1%}", f"{means['exact_accuracy']:.1%}", gain,
+            name, format_chance(results["chance"]), f"{length:,}", f"{means['samples']:,}", score,
+            f"{means[f'control_{key}']:.1%}", f"{means['exact_accuracy']:.1%}", gain,
         ))  # fmt: skip
     return rows
 
@@ -274,7 +283,7 @@ def cells_chart(found: Mapping[str, Row]) -> Chart:
         percent_RL = np.full((len(rows), len(lengths)), np.nan)
         for cell in cells:
             place = rows.index((cell["task"], cell["depth"])), lengths.index(cell["length"])
-            percent_RL[place] = 100 * cell[prefix + _accuracy(cell)]
+            percent_RL[place] = 100 * cell[prefix + accuracy_of(cell)]
         image = draw_heatmap(axes, percent_RL, lengths, names)
         axes.set_title("control" if prefix else "score")
     figure.colorbar(image, ax=panels, label="accuracy (%)")

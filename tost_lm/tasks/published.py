@@ -1,12 +1,16 @@
 """Published results, and tables of models beside them: which of the results are comparable."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tost_lm.errors import ConfigError
-from tost_lm.inference.evaluated import HUB, hub_home, read_result_file
-from tost_lm.markdown import escape, format_result, table
+from tost_lm.inference.effective_length import ACCURACIES, accuracy_of, effective_lengths
+from tost_lm.inference.evaluated import HUB, differing, hub_home, read_result_file
+from tost_lm.intervals import paired
+from tost_lm.markdown import escape, format_chance, format_result, table, with_interval
+from tost_lm.tasks.grid import Cell, cells_by_length, over_cells, without_cells
 
 GPT2_PAPER = "GPT-2 paper (Radford et al. 2019)"
 TOST_PAPER = "ToST paper (arXiv 2412.17810)"
@@ -101,49 +105,139 @@ def models_comparable(one: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def side_by_side(homes: Sequence[Path]) -> str:
-    """Markdown for all test sets with results in any of these folders.
+    """Markdown for all test sets and tasks with lengths that have results in any of these folders.
 
     Raises:
         ConfigError: a folder has no results, or damaged ones.
     """
     found = {path: read_results(_home(path)) for path in homes}
     tasks = list(dict.fromkeys(name for results in found.values() for name in results))
-    return "\n\n".join(text for name in tasks for text in _section(name, found))
+    sections = [text for name in tasks for text in _section(name, found)]
+    sections += _effective_lengths(found)
+    if any(DIFFERENCE in section for section in sections):
+        sections.append(
+            f"{DIFFERENCE}: the mean over examples that both models answered, in parentheses its 95 % interval over "
+            "examples and the number of pairs; in nats of an example where the result is no accuracy. Other "
+            "parentheses: the 95 % interval over examples (Wilson's). ±: the standard error over examples. No interval "
+            "here is over training seeds; tost report of several runs has those."
+        )
+    return "\n\n".join(sections)
+
+
+DIFFERENCE = "minus the first model"
 
 
 def read_results(home: Path) -> dict[str, dict[str, Any]]:
-    """The results on test sets, by task. Raises ConfigError when there are none."""
+    """The results of test sets and of tasks with lengths, by task. Raises ConfigError when there are none."""
     found = {}
     for path in sorted(home.glob("eval/*@*/results.json")):
-        if (results := read_result_file(path)) and "by_token" in results:
+        if (results := read_result_file(path)) and results.keys() & {"by_token", "cells"}:
             found[path.parent.name] = results
     if not found:
-        raise ConfigError(f"{home}: no results on test sets; run tost eval {home} TASK, and tost tasks lists the tasks")
+        raise ConfigError(f"{home}: no results to compare; run tost eval {home} TASK, and tost tasks lists the tasks")
     return found
 
 
 def _section(task: str, found: Mapping[Path, dict[str, dict[str, Any]]]) -> Iterator[str]:
     measured = {home: results[task] for home, results in found.items() if task in results}
-    first = next(iter(measured.values()))
-    rows = []
+    (first_home, first), rows = next(iter(measured.items())), list[tuple[str, ...]]()
+    yield f"## {escape(task)}"
+    if "cells" in first:
+        yield _by_length(task, measured)
+        return
     published = [row for row in PUBLISHED if row.task == task]
     measures = dict.fromkeys([first["headline"], *(row.measure for row in published)])
     for measure in measures:
         for home, results in measured.items():
             result, checkpoint = format_result(measure, results["model"]), results["identity"]["checkpoint"]
-            rows.append((str(home), measure, result, checkpoint, models_comparable(first, results)))
+            verdict, difference = models_comparable(first, results), "–"
+            if verdict == "yes" and home != first_home:
+                difference = _difference(measure, *(_rows(_home(one) / "eval" / task) for one in (home, first_home)))
+            rows.append((str(home), measure, result, difference, checkpoint, verdict))
         for row in published:
             if row.measure != measure:
                 continue
             verdicts = {home: comparable(row, results) for home, results in measured.items()}
             same = len(set(verdicts.values())) == 1
             shown = next(iter(verdicts.values())) if same else "; ".join(f"{h}: {v}" for h, v in verdicts.items())
-            rows.append((row.model, row.measure, row.shown_value, row.source, shown))
-    yield f"## {escape(task)}"
+            rows.append((row.model, row.measure, row.shown_value, "–", row.source, shown))
     yield table(
-        ("model", "measure", "result", "checkpoint or source", "comparable"),
+        ("model", "measure", "result", DIFFERENCE, "checkpoint or source", "comparable"),
         [(model, measure.replace("_", " "), *rest) for model, measure, *rest in rows],
     )
+
+
+def _by_length(task: str, measured: Mapping[Path, dict[str, Any]]) -> str:
+    """A row for each length and model; models are paired in the cells that both have."""
+    (first_home, first), rows = next(iter(measured.items())), []
+    own_cells = {home: _examples(_home(home) / "eval" / task, results) for home, results in measured.items()}
+    for length in sorted({cell["length"] for results in measured.values() for cell in results["cells"]}):
+        for home, results in measured.items():
+            cells = cells_by_length(results["cells"]).get(length)
+            if not cells:
+                continue
+            key, verdict, difference = accuracy_of(cells[0]), grids_comparable(first, results), "–"
+            if verdict == "yes" and home != first_home:
+                own, other = own_cells[home], own_cells[first_home]
+                shared = [cell for cell in own if cell in other and cell[0] == length]
+                pairs = [[row for cell in shared for row in examples[cell]] for examples in (own, other)]
+                difference = _difference(key, *pairs)
+            means = over_cells(cells, (key, f"control_{key}"))
+            score = with_interval(means[key], means["samples"], ".1%")
+            rows.append((
+                str(home), f"{length:,}", f"{means['samples']:,}", f"{ACCURACIES[key]} {score}",
+                f"{means[f'control_{key}']:.1%}", difference, results["identity"]["checkpoint"], verdict,
+            ))  # fmt: skip
+    header = ("model", "tokens", "examples", "score", "control", DIFFERENCE, "checkpoint", "comparable")
+    return f"Chance {format_chance(first['chance'])}.\n\n{table(header, rows)}"
+
+
+def grids_comparable(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """Whether two models were asked the same questions: yes or no, and why."""
+    first, second = (results["identity"] for results in (one, other))
+    if first["tokenizer_sha256"] != second["tokenizer_sha256"]:
+        return "no: the tokenizers differ, and so the questions"
+    texts = [(identity["shards_fingerprint"], identity.get("text_sha256")) for identity in (first, second)]
+    if texts[0] != texts[1]:
+        return "no: another text"
+    settings = [without_cells(identity["settings"]) for identity in (first, second)]
+    return "yes" if settings[0] == settings[1] else f"no: another {differing(*settings)}"
+
+
+def _examples(folder: Path, results: dict[str, Any]) -> dict[tuple[int, float | None], list[dict[str, Any]]]:
+    """The rows of the examples with the answer in their text, by the length and depth of a cell, in one order."""
+    found = {}
+    for cell in results["cells"]:
+        place = Cell(cell["length"], cell["depth"])
+        if stored := read_result_file(folder / "cells" / f"{place.name}.json"):
+            asked = stored["examples"][0]["condition"]
+            found[place] = [row for row in stored["examples"] if row["condition"] == asked]
+    return found
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a test set's examples; empty without the file."""
+    path = folder / "rows.jsonl"
+    return list(map(json.loads, path.read_text().splitlines())) if path.is_file() else []
+
+
+def _difference(measure: str, own: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> str:
+    """The mean difference of the examples of two models, with its interval and the number of pairs."""
+    is_score = measure in ACCURACIES or measure.endswith("accuracy")
+    key = ACCURACIES.get(measure) or (measure.replace("accuracy", "right") if is_score else "nats")
+    columns = [[float(row[key]) for row in rows] for rows in (own, other) if rows and key in rows[0]]
+    if len(columns) < 2 or len(columns[0]) != len(columns[1]):
+        return "–"
+    if (found := paired(*columns, are_scores=is_score)) is None:
+        return "–"
+    form, unit = ("+.1%", "") if is_score else ("+.4g", " nats")
+    return f"{found.mean:{form}}{unit} ({found.low:{form}} to {found.high:{form}}, {found.pairs:,} pairs)"
+
+
+def _effective_lengths(found: Mapping[Path, dict[str, dict[str, Any]]]) -> Iterator[str]:
+    rows = [(str(home), own.shown, own.about) for home, results in found.items() for own in effective_lengths(results)]
+    if rows:
+        yield f"## Effective length\n\n{table(('model', 'effective length', 'measured by'), rows)}"
 
 
 def _home(path: Path) -> Path:

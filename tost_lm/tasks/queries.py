@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, PositiveInt
 from tost_lm.config import Section
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError
+from tost_lm.inference.effective_length import RULER_THRESHOLD
 from tost_lm.tasks.haystacks import Haystack, Text, insert_needles
 
 if TYPE_CHECKING:
@@ -55,6 +56,13 @@ class GridConfig(Section):
     """A UTF-8 file for haystacks; default: the held-out documents, or Python's documentation if there are none."""
 
 
+class RetrievalConfig(GridConfig):
+    """Settings of tasks that have an effective length."""
+
+    threshold: float = Field(default=RULER_THRESHOLD, gt=0, le=1)
+    """The effective length is the longest one with at least this mean score; default: RULER's."""
+
+
 class QuerySource(NamedTuple):
     """What queries are made from."""
 
@@ -73,7 +81,8 @@ class Queries(ABC):
 
     Attributes:
         name: of the task.
-        chance: expected score of a guess that has the right form and ignores the text.
+        chance: expected score of a guess of the right form: among the values in the text if a few keys stand in it and
+            not all are asked, else without the text.
         room: tokens left for the answer.
         depths: depths of the grid's cells; (None,) if depths are drawn.
         text: source of the haystacks; None: they are generated.
@@ -135,7 +144,8 @@ class Queries(ABC):
     def identity(self, settings: GridConfig) -> dict[str, Any]:
         """The settings that the results depend on. Those of the cells are called `lengths`."""
         depths = {} if self.depths == (None,) else {"depths": list(self.depths)}
-        return {"lengths": settings.lengths, "samples": settings.samples, "seed": settings.seed, **depths}
+        threshold = {"threshold": settings.threshold} if isinstance(settings, RetrievalConfig) else {}
+        return {"lengths": settings.lengths, "samples": settings.samples, "seed": settings.seed, **depths, **threshold}
 
     def draws(self, *place: int) -> np.random.Generator:
         """Random numbers of this task's seed for a place, for example a length and the number of an example."""

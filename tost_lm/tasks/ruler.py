@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tost_lm.tasks.grid import GridConfig, GridTask, section
+from tost_lm.tasks.grid import GridTask, section
 from tost_lm.tasks.haystacks import (
     LONGEST_KEY,
     PAIRS,
@@ -25,11 +25,11 @@ from tost_lm.tasks.haystacks import (
     variables,
     word_keys,
 )
-from tost_lm.tasks.queries import Puzzle, PuzzleQueries, Queries, Query, QuerySource, Strings
+from tost_lm.tasks.queries import Puzzle, PuzzleQueries, Queries, Query, QuerySource, RetrievalConfig, Strings
 from tost_lm.tasks.task import Family
 
 
-class RulerConfig(GridConfig):
+class RulerConfig(RetrievalConfig):
     """Tasks with the structure of RULER's."""
 
     section = "ruler"
@@ -91,13 +91,14 @@ class NiahQueries(PuzzleQueries):
     one key in the order of the text, those of several keys in the order of the question. The room for the answer is as
     many tokens as it has bytes, which suffices for any tokenizer. The control lacks the needles that the question asks
     for and keeps the others. A model that copies a random value of the text is right once in four in niah_multikey_1,
-    and less often in niah_multikey_2 and 3.
+    which is its chance, and less often in niah_multikey_2 and 3.
     """
 
     def __init__(self, name: str, source: QuerySource, form: Form):
         super().__init__(name, source)
         self.form, self.text = form, source.find_text() if form.haystack == "text" else None
-        self.chance = form.answers * form.value.chance
+        is_one_of_few = form.haystack != "needles" and form.asked < form.keys
+        self.chance = form.asked / form.keys if is_one_of_few else form.answers * form.value.chance
         self.room = _room(form.answers, form.value.characters)
 
     def puzzle(self, draws: np.random.Generator) -> Puzzle:

@@ -184,8 +184,9 @@ def section_of_test_sets(run: EvaluatedModel, page: "Page") -> str:
         return ""
     scores = table(("task", "metric", "score", "examples", "test set", "checkpoint"), rows)
     return (
-        f"## Test sets and held-out text\n\n{scores}\n\n± is the standard error over examples. "
-        "`eval/TASK/results.json` has the other metrics with their denominators, and `rows.jsonl` each example."
+        f"## Test sets and held-out text\n\n{scores}\n\n± is the standard error over examples, parentheses of an "
+        "accuracy are its 95 % interval over examples (Wilson's). `eval/TASK/results.json` has the other metrics with "
+        "their denominators, and `rows.jsonl` each example."
     )
 
 

@@ -1,13 +1,16 @@
 """Comparison with published results."""
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 from evaluations import scored
 
 from tost_lm.errors import ConfigError
+from tost_lm.files import write_rows
 from tost_lm.inference.evaluated import write_result_file
+from tost_lm.intervals import paired, wilson
 from tost_lm.tasks.published import PUBLISHED, side_by_side
 
 STRIDED, PAGES = "wikitext2@hf-stride1024", "wikitext2@lm-eval"
@@ -26,18 +29,40 @@ def put(home: Path, protocol: str = STRIDED, **changed: Any) -> Path:
     return home
 
 
+def put_needles(home: Path, choices: list[list[int]], **identity: Any) -> Path:
+    """Results of 2 cells with an example for each of `choices`."""
+    settings = {"lengths": [64], "samples": len(choices[0]), "seed": 0, "depths": [0.0, 1.0], "threshold": 0.5}
+    identity = {
+        "checkpoint": "step_00000010", "tokenizer_sha256": "t1", "shards_fingerprint": "s1", "settings": settings,
+        **identity,
+    }  # fmt: skip
+    cells = []
+    for depth, own in zip((0.0, 1.0), choices, strict=True):
+        cell = {"length": 64, "depth": depth, "samples": len(own), "choice_accuracy": sum(own) / len(own)}
+        cell |= {f"{of}_standard_error": None for of in ("choice_accuracy", "control_choice_accuracy")}
+        cells.append(cell | {"control_choice_accuracy": 0.0})
+        rows = [{"sample": n, "condition": "needle", "choice": bool(right)} for n, right in enumerate(own)]
+        rows += [{**row, "condition": "control", "choice": False} for row in rows]
+        path = home / f"eval/needle@keys/cells/length_00000064_depth_{depth:.2f}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_result_file(path, {"identity": identity, "examples": rows})
+    results = {"protocol": "needle@keys", "identity": identity, "chance": 0.25, "threshold": 0.5, "cells": cells}
+    write_result_file(home / "eval/needle@keys/results.json", results)
+    return home
+
+
 def verdicts(text: str) -> dict[str, str]:
     """The last column of each row, by the first and the measure."""
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
-    return {f"{row[0]}, {row[3]}": row[-1] for row in cells if row[0] not in ("model", "---")}
+    return {f"{row[0]}, {row[4]}": row[-1] for row in cells if row[0] not in ("model", "---")}
 
 
 def test_results_are_listed_with_published_ones_of_the_same_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     put(put(Path("a")), PAGES, headline="word_perplexity")
     text = side_by_side([Path("a")])
-    assert "| a | token perplexity | 31.50 ± 0.25 | step\\_00000010 | yes |" in text
-    assert "| GPT-2 124M | token perplexity | 29.94 | GPT-2's released weights | yes |" in text
+    assert "| a | token perplexity | 31.50 ± 0.25 | – | step\\_00000010 | yes |" in text
+    assert "| GPT-2 124M | token perplexity | 29.94 | – | GPT-2's released weights | yes |" in text
     assert [line for line in text.splitlines() if line.startswith("## ")] == [f"## {STRIDED}", f"## {PAGES}"]
     found = verdicts(text)
     assert found["GPT-2 774M, Hugging Face's guide to perplexity"] == "yes"
@@ -76,6 +101,49 @@ def test_models_are_compared_with_the_first_and_with_published_results(tmp_path:
     assert verdicts(side_by_side(words))["g, step\\_00000010"] == "yes"  # by word, so the tokenizer does not matter
 
 
+def test_examples_of_two_models_are_paired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name, nats in (("a", [3.0, 5.0, 4.0]), ("b", [2.0, 5.0, 2.0])):
+        put(Path(name))
+        write_rows(Path(name, "eval", STRIDED, "rows.jsonl"), [{"tokens": 2, "nats": n} for n in nats])
+    put_needles(Path("a"), [[1, 1, 1, 0], [1, 1, 1, 1]])
+    put_needles(Path("b"), [[1, 0, 1, 0], [1, 1, 0, 1]])
+    put_needles(Path("c"), [[1, 1, 1, 1], [1, 1, 1, 1]], tokenizer_sha256="t2")
+    text = side_by_side([Path("a"), Path("b"), Path("c")])
+    assert "| b | token perplexity | 31.50 ± 0.25 | -1 nats (-2.132 to +0.1316, 3 pairs) | step" in text
+    rows = [line.replace("\\", "") for line in text.splitlines() if "| choice" in line]
+    assert [row.split(" | ", 3)[3].removesuffix(" |") for row in rows] == [
+        "choice 87.5% (52.9% to 97.8%) | 0.0% | – | step_00000010 | yes",
+        "choice 62.5% (30.6% to 86.3%) | 0.0% | -25.0% (-59.2% to +19.2%, 8 pairs) | step_00000010 | yes",
+        "choice 100.0% (67.6% to 100.0%) | 0.0% | – | step_00000010 | no: the tokenizers differ, and so the questions",
+    ]
+    lengths = text.split("## Effective length")[1]
+    assert "| a | 64 tokens (64 to 64) |" in lengths
+    assert "| b | 64 tokens (\\< 64 to 64) |" in lengths
+
+
+@pytest.mark.parametrize("own", [[1.0] * 8, [1.0, 1.0, 1.0, 0.0] * 2])
+def test_the_interval_of_paired_scores_has_a_width_where_all_agree(own: list[float]):
+    """Bonett and Price's: of the pairs and two more, a and b have one model right alone."""
+    other, n = [1.0] * 8, 10
+    a, b = (1 + sum(x > y for x, y in zip(*pair, strict=True)) for pair in ((own, other), (other, own)))
+    found = paired(own, other, are_scores=True)
+    assert found
+    assert (found.mean, found.pairs) == (fmean(own) - 1, 8)
+    assert (found.low + found.high) / 2 == pytest.approx((a - b) / n)
+    assert found.high - found.low == pytest.approx(
+        2 * 1.96 * (((a + b) / n - ((a - b) / n) ** 2) / (n - 1)) ** 0.5, rel=1e-4
+    )
+
+
+def test_wilsons_interval_of_known_shares():
+    """Newcombe 1998, table I."""
+    assert wilson(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson(15 / 148, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
+    assert wilson(0 / 20, 20) == pytest.approx((0, 0.1611), abs=5e-5)
+    assert wilson(1 / 29, 29) == pytest.approx((0.0061, 0.1718), abs=5e-5)
+
+
 def test_a_step_folder_and_a_hub_model_have_the_results_of_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     put(Path("runs/openai-community--gpt2"))
@@ -87,7 +155,7 @@ def test_a_step_folder_and_a_hub_model_have_the_results_of_their_run(tmp_path: P
 
 def test_a_folder_without_results_is_rejected(tmp_path: Path):
     (tmp_path / "b").mkdir()
-    with pytest.raises(ConfigError, match=r"no results on test sets; run tost eval "):
+    with pytest.raises(ConfigError, match=r"no results to compare; run tost eval "):
         side_by_side([put(tmp_path / "a"), tmp_path / "b"])
     with pytest.raises(ConfigError, match="nowhere: no such folder; give runs, exports"):
         side_by_side([tmp_path / "nowhere"])

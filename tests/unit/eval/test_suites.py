@@ -125,7 +125,7 @@ def test_long_texts_have_progress(run_folder: Path, tokenizer, make_model, tmp_p
     )  # fmt: skip
     output = capsys.readouterr().out
     for line in (
-        "200 of 294 tokens of each prompt read", "32 of 32 tokens of a sequence read", "1 of 1 sequences read",
+        "200 of 293 tokens of each prompt read", "32 of 32 tokens of a sequence read", "1 of 1 sequences read",
         "1,560 of 1,560 bytes tokenized", "requests scored",
     ):  # fmt: skip
         assert f"{line}\n" in output

@@ -80,6 +80,11 @@ def write_measurements(run: Path) -> None:
         totals = {"accuracy": 0.25, "accuracy_standard_error": 0.0625, "examples": 48}
         results = {"protocol": name, "identity": identity, "headline": "accuracy", "model": totals}
         write_result_file(run / "eval" / name / "results.json", results)
+    for name, score in (("needle@keys", 1.0), ("vt@own-words", 0.9)):
+        identity = {"checkpoint_sha256": manifest_sha256}
+        cells = [{"length": n, "depth": None, "samples": 50, "found_share": score} for n in (128, 256)]
+        results = {"protocol": name, "identity": identity, "cells": cells, "threshold": 0.9}
+        write_result_file(run / "eval" / name / "results.json", results | {"effective_length": {"tokens": 256}})
 
 
 def rows_of(card: str, section: str) -> dict[str, list[str]]:
@@ -140,11 +145,16 @@ def test_a_card_states_the_record_of_the_run(make_run: Callable[..., Path], tmp_
     }
     of_step_4 = f"during training, step 4, test set SHA-256 {SHA256}"
     assert rows_of(text, "Results") == {
+        "retrieval effective length": [
+            "256 tokens (< 128 to 256)",
+            "mean score of needle@keys, vt@own-words at least 90.0%, tested at 128, 256; in parentheses the 95 % "
+            "interval over 100 texts of each length",
+        ],
         "validation nats per token": ["4.0000", "1,234 held-out tokens, step 4"],
         "validation perplexity": ["54.60", "1,234 held-out tokens, step 4"],
         "lambada@one accuracy": ["40.00% ± 1.00%", of_step_4],
         "lambada@two accuracy": [
-            "25.00% ± 6.25%",
+            "25.00% (14.92% to 38.78%)",
             f"48 examples, test set SHA-256 {SHA256}, lambada.limit=50, hub.token=[redacted], tost_lm 0.1.0",
         ],
     }

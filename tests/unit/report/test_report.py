@@ -181,7 +181,7 @@ def cell_of_task(length: int, found: float, control: float) -> dict[str, Any]:
 def add_task(run: Path, name: str, *cells: dict[str, Any]) -> None:
     evaluated = EvaluatedCheckpoint.find(run)
     identity = evaluated.identity(None, None)
-    evaluated.write_results(name, identity, 0.0, {"pattern": "T", "chance": 1e-7, "cells": cells})
+    evaluated.write_results(name, identity, 0.0, {"pattern": "T", "chance": 1e-7, "cells": cells, "threshold": 0.5})
 
 
 def test_tasks_with_cells_have_a_heatmap_and_a_table_by_length(run_folder):
@@ -191,9 +191,14 @@ def test_tasks_with_cells_have_a_heatmap_and_a_table_by_length(run_folder):
     )  # fmt: skip
     write_report(run_folder)
     text = " ".join(Page((run_folder / "report.html").read_text()).text.split())
-    row = "niah_single_1@own-words < 0.1% 1,024 4 found 87.5% ± 25.0% 0.0% 12.5% +3.250 ± 0.500 step_00000100"
+    row = "niah_single_1@own-words < 0.1% 1,024 4 found 87.5% (39.6% to 98.7%) 0.0% 12.5% +3.250 ± 0.500 step_00000100"
     assert f"{row} niah_single_1@own-words < 0.1% 2,048 4 found 37.5%" in text
-    assert "vt@own-words < 0.1% 2,048 4 found 60.0% ± 25.0% 20.0%" in text
+    assert "vt@own-words < 0.1% 2,048 4 found 60.0% (20.5% to 89.7%) 20.0%" in text
+    both = "mean score of niah_single_1@own-words, vt@own-words at least 50.0%, tested at 2,048"
+    assert (
+        f"Effective length: < 2,048 tokens (< 2,048 to 2,048); {both}; in parentheses the 95 % interval over 8 t"
+        in text
+    )
     folder = run_folder / "eval/report"
     rows = list(csv.DictReader((folder / "context.csv").read_text().splitlines()))
     assert [(row["task"], row["length"], row["found_share"], row["control_found_share"]) for row in rows] == [

@@ -206,15 +206,15 @@ def test_retrieval_has_a_column_for_each_group(two_groups):
     text, _ = compare(a, b, c)
     assert table(text, "Scores by length") == [
         ["task", "tokens", "chance", "group 1", "group 2"],
-        [NEEDLE, "1,024", "10%", "62.5% ± 12.5% (6.2%)", "–"],
-        [NEEDLE, "2,048", "10%", "25.0% ± 0.0% (2.5%)", "–"],
-        ["vt@own-words", "1,024", "10%", "–", "40.0% (4.0%)"],
+        [NEEDLE, "1,024", "10%", "62.5% (texts 38.6% to 81.5%, seeds 50.0% to 75.0%; control 6.2%)", "–"],
+        [NEEDLE, "2,048", "10%", "25.0% (texts 10.2% to 49.5%, seeds 25.0% to 25.0%; control 2.5%)", "–"],
+        ["vt@own-words", "1,024", "10%", "–", "40.0% (texts 10.3% to 79.5%; control 4.0%)"],
     ]
     add_task(a, "vt@own-words", 10, [0.4])
     add_task(b, "vt@own-words", 20, [0.4])
     text, _ = compare(a, b, c)
     assert "results of vt@own-words in group 1 have no mean: the steps differ" in text
-    assert table(text, "Scores by length")[3] == ["vt@own-words", "1,024", "10%", "–", "40.0% (4.0%)"]
+    assert table(text, "Scores by length")[3][3:] == ["–", "40.0% (texts 10.3% to 79.5%; control 4.0%)"]
 
 
 def test_runs_are_compared_at_their_last_common_step(make_run):

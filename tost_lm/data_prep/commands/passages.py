@@ -4,7 +4,7 @@
     tost prepare passages passages passages.text='books/*.txt' passages.count=100000
 
 Writes passages.file, JSON lines for `tost prepare shards` with the same CONFIG. A model that trains on a mixture of
-text and passages (data.mixture) learns to retrieve, which the task needle@words of `tost eval` measures. The
+text and passages (data.mixture) learns to retrieve, which the task needle@keys of `tost eval` measures. The
 same settings and text always give the same file.
 """
 

@@ -1,10 +1,11 @@
-"""Results of several models on test sets in one table with published results, and which of them are comparable.
+"""Results of several models side by side, with published results of test sets, and which of them are comparable.
 
     tost compare runs/base runs/gpt2 > compared.md
 
-Prints Markdown: a table for each test set that `tost eval` has measured for any of the folders (a run, an
-export, a Hugging Face model's folder, or runs/NAME of a model from the hub). Two results are comparable if they have
-the same test file and window length and, for metrics per token, the same tokenization.
+Prints Markdown: a table for each test set and each retrieval or context task that `tost eval` has measured for any of
+the folders (a run, an export, a Hugging Face model's folder, or runs/NAME of a model from the hub), and the effective
+lengths. Two results are comparable if they have the same test file and window length and, for metrics per token, the
+same tokenization, or were asked the same questions. Their difference is paired by example.
 """
 
 from pathlib import Path

@@ -18,13 +18,14 @@ def make_task(tokenizer: Tokenizer) -> Callable[..., Queries]:
     own = tokenizer
 
     def make(
-        name: str = "needle@words",
+        name: str = "needle@keys",
         seed: int = 0,
         depths: Sequence[float] = (0.0, 0.5, 1.0),
         tokenizer: Tokenizer = own,
+        keys: int = 4,
     ) -> Queries:
         text = Text("the text", map(tokenizer.encode_array, LINES), {})
-        given = {"depths": list(depths)} if name == "needle@words" else {}
+        given = {"depths": list(depths), "keys": keys} if name == "needle@keys" else {}
         return make_queries(name, tokenizer, lambda: text, seed=seed, **given)
 
     return make

@@ -11,6 +11,7 @@ import pytest
 from tost_lm.config import validate
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.ranks import Ranks
+from tost_lm.intervals import wilson
 from tost_lm.tasks.answers import Scores
 from tost_lm.tasks.grid import Grid, rows_of
 from tost_lm.tasks.haystacks import Text
@@ -32,7 +33,7 @@ class Reader:
         if self.calls == self.interrupted_at:
             raise KeyboardInterrupt
         self.calls += 1
-        nats = np.array([np.cos(example.prompt.sum() + np.arange(10)) for example in examples])
+        nats = np.array([np.cos(example.prompt.sum() + np.arange(16)) for example in examples])
         return Scores(nats, nats > 0, [[int(example.prompt[5])] for example in examples])
 
 
@@ -72,7 +73,9 @@ def test_each_cell_has_a_file_with_scores_and_examples(make_grid, run_folder, ca
     assert reader.calls == 2 * 4  # each cell's examples and their controls
     cell = json.loads(files["length_00000160_depth_0.50.json"])
     assert (cell["protocol"], cell["length"], cell["depth"], cell["samples"]) == (NEEDLE, 160, 0.5, 2)
-    assert cell["identity"]["settings"] == {"samples": 2, "seed": 0, "length": 160, "depth": 0.5}
+    assert cell["identity"]["settings"] == {
+        "samples": 2, "seed": 0, "keys": 4, "length": 160, "depth": 0.5,
+    }  # fmt: skip
     assert cell["seconds"] > 0
     rows = cell["examples"]
     assert len(rows) == 4
@@ -94,9 +97,9 @@ def test_a_length_is_one_row_with_accuracy_control_and_chance(make_grid, run_fol
     for length, row in zip(LENGTHS, rows_of(NEEDLE, {"chance": 0.1, "cells": results}), strict=True):
         rows = [[row["choice"] for row in cell["examples"]] for cell in cells if cell["length"] == length]
         choices, controls = np.array([row[:2] for row in rows], float), np.array([row[2:] for row in rows], float)
-        error = np.sqrt((choices.var(axis=1, ddof=1) / 2).sum()) / 2
+        low, high = wilson(choices.mean(), 4)
         assert row[:4] == (NEEDLE, "10%", f"{length}", "4")
-        assert row[4:6] == (f"choice {choices.mean():.1%} ± {error:.1%}", f"{controls.mean():.1%}")
+        assert row[4:6] == (f"choice {choices.mean():.1%} ({low:.1%} to {high:.1%})", f"{controls.mean():.1%}")
     make_grid([160, 180], [0.0]).measure(Reader())
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == f"{NEEDLE}: reusing 1 of 2 cells"

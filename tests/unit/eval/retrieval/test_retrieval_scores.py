@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from evaluations import RETRIEVAL
+from evaluations import RETRIEVAL, STATED, secrets
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import CheckpointError
@@ -60,21 +60,10 @@ def read_answer(text: str) -> str:
             {"river": r"river (\S+)\.", "mayor": r"mayor is (\S+),", "inn": r"the (\S+)\.\n"}[kind[1]], document[0]
         )
         return f" {answer[1]}" if answer else ""
-    asked = re.fullmatch(r"(?:Answer: )?The secret \w+ of (.+) (?:is|are)", question)
+    asked = re.fullmatch(rf"(?:Answer: )?{STATED} (.+?)(?: is| are)?", question)
     assert asked
-    found = re.findall(r"The secret \w+ of (\S+) is (\S+)\.\n", text)
+    found = secrets(text)
     return "".join(listed([value for key in re.split(", | and ", asked[1]) for name, value in found if name == key]))
-
-
-def guesser(seed: int) -> Scorer:
-    """A scorer that chooses a random option and writes the first one."""
-    draws = np.random.default_rng(seed)
-
-    def score(examples: Sequence[Query], room: int) -> Scores:
-        nats = draws.normal(size=(len(examples), len(examples[0].options)))
-        return Scores(nats, nats < -np.inf, [list(example.options[0]) for example in examples])
-
-    return score
 
 
 @pytest.mark.parametrize("name", RETRIEVAL)
@@ -106,17 +95,26 @@ def test_guesses_of_the_right_form_are_wrong(make_task, tokenizer, name):
         return Scores(np.ones((len(examples), 1)), np.zeros((len(examples), 1), dtype=bool), [*map(list, answers)])
 
     scores, _ = score_cell(task, guess, long_enough(task), None, 20)
-    assert task.chance < 1e-3
+    assert task.chance < 1e-3 or name == "niah_multikey_1@own-words"
     assert scores["found_share"] == scores["control_found_share"] == 0
 
 
-def test_guessing_scores_chance(make_task, tokenizer):
-    task, samples = make_task(), 300
-    scores, _ = score_cell(task, guesser(0), 150, 0.5, samples)
+@pytest.mark.parametrize("keys", [2, 4])
+def test_a_guess_among_the_words_of_the_text_scores_chance(make_task, tokenizer, keys):
+    task, samples, draws = make_task(keys=keys), 300, np.random.default_rng(0)
+    assert task.chance == 1 / keys
+
+    def guess(examples: Sequence[Query], room: int) -> Scores:
+        texts = [secrets(tokenizer.decode(one.prompt.tolist())) for one in examples]
+        words = [tokenizer.encode(f" {found[draws.integers(len(found))][1]}") for found in texts]
+        right = [[own == list(ids) for ids in one.options] for own, one in zip(words, examples, strict=True)]
+        return Scores(-np.array(right, float), np.zeros((len(examples), len(examples[0].options))), words)
+
+    scores, _ = score_cell(task, guess, 300, 0.5, samples)
     error = (task.chance * (1 - task.chance) / samples) ** 0.5
-    for key in ("choice_accuracy", "control_choice_accuracy", "found_share", "control_found_share"):
+    for key in ("choice_accuracy", "found_share"):
         assert scores[key] == pytest.approx(task.chance, abs=4 * error)
-    assert scores["exact_accuracy"] == 0
+        assert scores[f"control_{key}"] == 0  # the other words are in the control
 
 
 def test_found_is_the_fraction_of_references_in_the_text(make_task, tokenizer):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evaluations import RETRIEVAL, RULER
+from evaluations import RETRIEVAL, RULER, secrets
 from shared_data import GPT2_BPE, skip_without_shared
 
 from tost_lm.data.tokenizers import Tokenizer
@@ -48,11 +48,6 @@ def examples(task: Queries, length: int, samples: int = SAMPLES) -> Iterator[tup
 def text_of(task: Queries, example: Query, tokenizer: Tokenizer) -> str:
     assert example.prompt[0] == tokenizer.eot
     return tokenizer.decode(example.prompt.tolist())
-
-
-def secrets(text: str) -> list[tuple[str, str]]:
-    """(key, value) in the order of the text."""
-    return re.findall(r"The secret \w+ of (\S+) is (\S+)\.\n", text)
 
 
 @pytest.mark.parametrize("name", RETRIEVAL)
@@ -105,7 +100,7 @@ def test_numbers_of_distinct_keys_and_values(make_task, tokenizer, name):
 
 
 def test_the_needle_is_at_the_end_of_a_line_or_sentence_before_its_depth(make_task, tokenizer):
-    task = make_task(depths=(0.0, 0.25, 0.5, 1.0))
+    task = make_task(depths=(0.0, 0.25, 0.5, 1.0), keys=1)
     for depth in task.depths:
         assert depth is not None
         found = []
@@ -175,7 +170,7 @@ def test_word_keys_never_repeat():
 
 
 def test_default_lengths_are_those_that_fit(make_task):
-    task = make_task()
+    task = make_task(keys=1)
     assert task.lengths(NeedleConfig(samples=3), ForeignFacts(256, 256, "T")) == [64, 128, 256]
     assert task.lengths(NeedleConfig(samples=3), ForeignFacts(128, None, "T")) == [64, 128]  # 32 is too short
     assert task.lengths(NeedleConfig(samples=3, lengths=[300]), ForeignFacts(128, None, "T")) == [300]
