@@ -54,7 +54,6 @@ from torch.cuda import nccl  # noqa: E402
 from benchmarks import measure  # noqa: E402
 from benchmarks.engine import packed_batches  # noqa: E402
 from benchmarks.measure import CHECKOUT, RESULTS, median_seconds, results_file  # noqa: E402
-from benchmarks.operator import copy_bandwidth  # noqa: E402
 from benchmarks.plain import beside_plain_loop  # noqa: E402
 from tost_lm.command_line import run_program  # noqa: E402
 from tost_lm.config import Section, validate  # noqa: E402
@@ -146,8 +145,8 @@ def train(
             process.kill()
             process.wait()  # a rank that is not waited for is not gone
 
-    words = (*words, "data.folder=data/embedded/shards", f"run.name={as_name(name)}", f"run.device={device}")
-    words += ("run.log_interval=1", "run.loggers=[]", *(() if find_spec("deepspeed") else ("parallel.engine=fsdp",)))
+    words += ("data.folder=data/embedded/shards", f"run.name={as_name(name)}", f"run.device={device}")
+    words += ("run.log_interval=1", "run.loggers=[]")
     cell = run(name, [*TOST, "train", *words], ranks=ranks, during=kill)
     return cell, rows_of(name)
 
@@ -206,12 +205,13 @@ def demo(device: str) -> Cells:
 
 def device_rates(device: str) -> Cells:
     """Versions, and rates of launches, copies and matrix products."""
-    packages = ("torch", "triton", "fla-core", "deepspeed", "megatron-core")
-    found = {name: metadata.version(name) for name in packages if find_spec(name.replace("-core", ""))}
+    from benchmarks.operator import copy_bandwidth
+
+    installed = [x for x in ("torch", "triton", "fla-core", "deepspeed", "megatron-core") if find_spec(x.split("-")[0])]
+    found = {"Python": sys.version.split()[0], **{name: metadata.version(name) for name in installed}}
     if device == "cuda":
         found |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl.version()))}
-    found["Python"] = sys.version.split()[0]
-    yield {"case": "versions", "value": ", ".join(f"{name} {version}" for name, version in found.items())}
+    yield {"case": "versions", "value": ", ".join(map(" ".join, found.items()))}
     x = torch.zeros(1, device=device)
     seconds = median_seconds(lambda: [x.add_(1) for _ in range(LAUNCHES)], device) / LAUNCHES
     yield {"case": "launch of an operation", "value": f"{1e6 * seconds:.2f} µs", "seconds": seconds}
@@ -312,8 +312,8 @@ def plain_loops(device: str) -> Cells:
 
 def two_ranks(device: str) -> Cells:
     """Two ranks on the device in each parallel layout, with the losses of one rank; a lost rank."""
-    if not find_spec("deepspeed"):
-        yield {"case": "two ranks", "failed": "not tried: deepspeed is not installed"}
+    if not find_spec("megatron"):
+        yield {"case": "two ranks", "failed": "not tried: megatron-core is not installed"}
         return
     words = ("demo", "model.pattern=TDDA", "train.steps=100000", "train.seq_len=128", *SMALL[1:])
     one_rank: list[float] = []

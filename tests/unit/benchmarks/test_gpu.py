@@ -77,7 +77,7 @@ def test_without_other_packages_steps_are_those_of_fully_shard(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     *steps, ranks = results_of(tmp_path)
     assert [cell.get("failed") for cell in steps] == [None] * 4
-    assert ranks["failed"] == "not tried: deepspeed is not installed"
+    assert ranks["failed"] == "not tried: megatron-core is not installed"
 
 
 @pytest.mark.slow
