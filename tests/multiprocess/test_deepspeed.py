@@ -72,6 +72,24 @@ def test_resuming_is_not_having_stopped_to_the_bit():
             assert same_weights
 
 
+def misaligned(bfloat16: bool) -> list[str]:
+    """Parameters of 768 elements or more that do not begin at a multiple of 16 bytes."""
+    shape = {"layers": 2, "pattern": "DT", "heads": 12, "width": 768, "vocab_size": 96}
+    found = []
+    for stage in (1, 2):
+        engine = build_engine(layout_of(stage), "adamw", bfloat16=bfloat16, **shape)
+        assert any(p.numel() % 8 for p in engine.module.parameters())
+        large = ((name, p) for name, p in engine.module.named_parameters() if p.numel() >= 768)
+        found += [f"{name} at stage {stage}" for name, p in large if p.data_ptr() % 16]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_large_parameters_begin_where_gpus_load_16_bytes(bfloat16: bool):
+    assert run_on_ranks(misaligned, 2, bfloat16) == [[]] * 2
+
+
 def skip(stages: list[int]) -> list[tuple[float, bool, str]]:
     """Norm of a step that is not finite, whether it left the weights, and what follows if a finite one is refused."""
     found = []

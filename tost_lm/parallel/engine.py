@@ -37,7 +37,8 @@ class Engine(ABC):
     @property
     @abstractmethod
     def replicated_part(self) -> int | None:
-        """Which part of the replicas' weights and optimizer state this rank has, if others have equal ones; or None."""
+        """The number of this rank's part of weights and optimizer state, of which other ranks have equal copies; None:
+        there is no copy."""
 
     @abstractmethod
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:

@@ -116,10 +116,6 @@ class TorchEngine(Engine):
             (self.optimizer.state[parameter][statistic] if statistic else parameter).copy_(self._own(local))
         self._publish()
 
-    def _state_of(self, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
-        state = self.optimizer.state.get(parameter, {})
-        return [(key, value) for key, value in state.items() if torch.is_tensor(value) and value.dim() > 0]
-
     def gathered(self, parameter: nn.Parameter, ours: Tensor) -> Tensor:
         """A tensor like a parameter, gathered over all ranks; may alias the memory that is trained on."""
         tensor_slice, whole = slice_of(parameter), self._gathered(parameter, ours)

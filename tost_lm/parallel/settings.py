@@ -42,7 +42,7 @@ class ParallelConfig(LayoutConfig):
     shard_ranks: int | None = Field(default=None, gt=1)
     """Adjacent data × sequence ranks, those of a node for example, that ZeRO partitions over; other ranks have copies. Default: all of them, so that there is no copy."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """Offload to host memory: the optimizer state (stages 2 and 3), or with `all` also the weights (stage 3)."""
+    """Keep this rank's float32 weights and optimizer state in host memory, at stages 2 and 3. `all` needs stage 3 and does the same."""
 
     @model_validator(mode="after")
     def _settings_fit_each_other(self) -> "ParallelConfig":

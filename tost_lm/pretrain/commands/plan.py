@@ -7,10 +7,9 @@
     tost plan Qwen3.5-4B                            (a folder of the Hugging Face library, or of a model of ours)
 
 It takes the arguments of `tost train` and the cluster in cluster.…, prints a table and writes nothing. If the run
-does not fit, it prints one line with settings that fit and exits with 2. The times assume that
-weights and gradients of blocks are sent while others are computed, and that hardware reaches the fractions
-cluster.achieved_flops and cluster.achieved_memory_bandwidth of its published figures: compare them with the
-metrics.jsonl (mfu) of a first run.
+does not fit, it prints one line with settings that fit and exits with 2. The times assume that weights and gradients of
+blocks are sent while others are computed, and that hardware reaches the fractions cluster.achieved_flops and
+cluster.achieved_memory_bandwidth of its published figures: compare them with the metrics.jsonl (mfu) of a first run.
 
 In place of CONFIG, the folder of a model is planned as the recipe qwen3_5_4b without its stages, at the model's own
 length and with about 32,768 tokens on a rank. Of a folder of the Hugging Face library, config.json is enough.
