@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import PARTS as GPU_PARTS
-from experiments.comparison.__main__ import FORMS, stored
-from experiments.comparison.tables import evidence, recall_table, tables
+from experiments.comparison.__main__ import stored
+from experiments.comparison.tables import recall_table, tables
 from experiments.mqar import recall_table as mqar_table
 from tost_lm.cli.main import COMMANDS, purpose, source_of
-from tost_lm.config import load_config, read_toml, recipes
+from tost_lm.config import load_config, recipes
 from tost_lm.inference.effective_length import effective_lengths
 from tost_lm.markdown import table
 from tost_lm.pretrain.commands.plan import layout, memory_rows, time_rows
@@ -135,28 +135,62 @@ QWEN3_5 = {
 """Recipes, and the settings that they are planned with."""
 
 
+ONE_GPU = [
+    ("delta_350m", []),
+    ("delta_350m", ["cluster.memory_gb=24", "train.micro_batch_size=2"]),
+    ("delta_350m", ["train.seq_len=131072", "train.batch_tokens=524288", "train.micro_batch_size=1",
+                    "train.compile=false", "memory.tile_tokens=16384"]),
+    ("delta_350m", ["cluster.memory_gb=24", "train.seq_len=131072", "train.batch_tokens=524288",
+                    "train.micro_batch_size=1", "train.compile=false", "memory.tile_tokens=8192",
+                    "memory.activation_checkpointing=full"]),
+    ("qwen3_5_4b", ["parallel.sequence=1", "stages=[]", "memory.tile_tokens=16384", "parallel.offload=optimizer"]),
+    ("qwen3_5_4b", ["cluster.preset=h200-sxm", "parallel.sequence=1", "stages=[]", "memory.tile_tokens=16384"]),
+    ("qwen3_5_9b", ["parallel.tensor=1", "parallel.sequence=1", "stages=[]",
+                    "memory.tile_tokens=16384", "parallel.offload=optimizer"]),
+]  # fmt: skip
+"""Recipes, and the settings that they are planned with beside cluster.gpus_per_node=1."""
+
+
+def one_gpu(_: str) -> str:
+    """Plans of one GPU."""
+    rows = []
+    for name, words in ONE_GPU:
+        ((config, memory, train),) = _planned(name, ["cluster.gpus_per_node=1", *words])
+        gpu, needed = config.cluster.device.removeprefix("NVIDIA "), memory["GPU memory"]
+        what = " ".join([name, *(word for word in words if not word.startswith("cluster.preset"))])
+        host = memory["host memory of node 0"].partition(" of ")[0]
+        rows.append(
+            (what, gpu, f"{config.train.seq_len:,}", needed, host, train["tokens/s"], train["duration of the run"])
+        )
+    return table(("recipe and settings", "GPU", "tokens", "its memory", "host memory", "tokens/s", "time"), rows)
+
+
 def qwen3_5(_: str) -> str:
     """The plan of each stage of the recipes of Qwen3.5."""
     rows = []
     for name, words in QWEN3_5.items():
-        given = load_config(PlanConfig, recipes()[name], [*words, "cluster.gpu_hour_price=2.5"])
-        for stage in given.in_stages():
-            assert isinstance(stage.config, PlanConfig)
-            config = complete(stage.config)
-            train = {quantity: (value, how) for quantity, value, how in time_rows(config, stage.steps)}
-            memory = next(memory_rows(config))[1]
-            hours, used = train["duration of the run"][1].split()[0], f"{config.cluster.ranks} GPUs: {layout(config)}"
+        for config, memory, train in _planned(name, [*words, "cluster.gpu_hour_price=2.5"]):
+            used = f"{config.cluster.ranks} GPUs: {layout(config)}"
             what = f"{name}, {' '.join(words)}" if words else name
-            batch = f"{stage.steps} × {config.batch_tokens:,}"
-            time = train["duration of the run"][0], train["tokens/s"][0], hours, train["price of the run"][0]
-            rows.append((what, f"{config.train.seq_len:,}", batch, used, memory, *time))
+            time = (
+                train[quantity] for quantity in ("duration of the run", "tokens/s", "GPU hours", "price of the run")
+            )
+            batch = f"{train['steps']} × {config.batch_tokens:,}"
+            rows.append((what, f"{config.train.seq_len:,}", batch, used, memory["GPU memory"], *time))
     of_time = "time", "tokens/s", "GPU hours", "price"
     return table(("recipe", "tokens", "steps × tokens", "layout", "memory of a GPU", *of_time), rows)
 
 
-def in_brief(_: str) -> str:
-    about = {form: settings["about"] for form, settings in read_toml(FORMS).items() if "about" in settings}
-    return evidence(stored("text"), about)
+def _planned(name: str, words: list[str]) -> Iterator[tuple[PlanConfig, dict[str, str], dict[str, str]]]:
+    """Settings of each stage of a recipe, and the rows of its plan: memory, and times with steps and GPU hours."""
+    for stage in load_config(PlanConfig, recipes()[name], words).in_stages():
+        assert isinstance(stage.config, PlanConfig)
+        config = complete(stage.config)
+        times = list(time_rows(config, stage.steps))
+        hours = next(how.split()[0] for quantity, _, how in times if quantity == "duration of the run")
+        train = {quantity: value for quantity, value, _ in times}
+        memory = {quantity: value for quantity, value, _ in memory_rows(config)}
+        yield config, memory, {**train, "GPU hours": hours, "steps": str(stage.steps)}
 
 
 def servers(_: str) -> str:
@@ -237,7 +271,7 @@ def tests() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands, "gpu": gpu, "guarantees": guarantees, "status": status, "comparison": comparison,
-    "evidence": in_brief, "qwen3_5": qwen3_5, "recall": recall, "mqar": mqar, "servers": servers,
+    "qwen3_5": qwen3_5, "one_gpu": one_gpu, "recall": recall, "mqar": mqar, "servers": servers,
     **{f"benchmark-{name}": partial(benchmark, name) for name in ("long", "storage")},
     "needles": needles,
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """The tables of the stored results: means over seeds, and differences to the first form, paired by seed and by book."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -28,18 +28,6 @@ def tables(results: Sequence[dict[str, Any]]) -> str:
         measured = [row for row in differences if set(row[1:]) != {"–"}]
         parts += [f"Minus {first}:", table(("form", *DECISIVE), measured)]
     return "\n\n".join(parts)
-
-
-def evidence(results: Sequence[dict[str, Any]], about: Mapping[str, str]) -> str:
-    """Means over seeds of the forms that `about` describes."""
-    of_forms = {form: {one["seed"]: one for one in results if one["form"] == form} for form in about}
-    measures = {"loss in windows of 512": "windows", "loss in 8,192 tokens": "loss"}
-    rows = [
-        (about[form], str(len(of)), *(_mean(measure, of) for measure in measures.values()))
-        for form, of in of_forms.items()
-        if of
-    ]
-    return table(("layers", "seeds", *measures), rows)
 
 
 def recall_table(results: Sequence[dict[str, Any]]) -> str:

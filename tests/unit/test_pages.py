@@ -1,10 +1,14 @@
 """The documentation: today's names, and a list of commands that is that of the programs."""
 
+import ast
 import importlib.util
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
@@ -61,10 +65,47 @@ def test_the_architecture_page_has_the_layers_that_imports_obey():
     assert lowest < layers[12]
 
 
-def test_the_figure_of_lengths_shows_all_models_at_several_lengths():
-    lines = [line for axis in script("draw").draw_length().axes for line in axis.get_lines()]
-    assert len(lines) == 4 * 3
-    assert min(len(line.get_xdata()) for line in lines) >= 3
+@pytest.mark.parametrize("name", ["memory", "length", "positions", "traffic"])
+def test_figures_have_lines_over_lengths(name: str):
+    figures = script("draw").FIGURES
+    lines = [line for axis in figures[name]().axes for line in axis.get_lines() if not line.get_label().startswith("_")]
+    assert len(lines) >= 4
+    assert min(len(line.get_xdata()) for line in lines) >= 2
+    assert (CHECKOUT / f"docs/figures/{name}.png").is_file()
+
+
+def test_lines_that_the_page_on_symptoms_quotes_are_those_of_the_programs():
+    """Between numbers, names and ellipses, each has words that stand in a string of the package."""
+    strings = "\n".join(text for path in (CHECKOUT / "tost_lm").rglob("*.py") for text in strings_of(path))
+    quotes = re.findall(r"(?m)^> (.+(?:\n> .+)*)", (CHECKOUT / "docs/symptoms.md").read_text())
+    assert len(quotes) >= 8
+    for quote in quotes:
+        pieces = re.split(r"rank \d+|[\d/.,]+ ?|…|: |\(|\)|; |, |runs/NAME|data/\S*|\bnan\b", quote.replace("\n> ", " "))
+        known = [piece for piece in map(str.strip, pieces) if len(piece.split()) >= 3 or piece in ("skipped", "straggler")]
+        assert [piece for piece in known if piece not in strings] == [], quote
+
+
+def strings_of(path: Path) -> Iterator[str]:
+    """The constant parts of the strings in a file, adjacent ones joined."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_the_reading_path_takes_an_hour():
+    page = (CHECKOUT / "docs/architecture.md").read_text().split("updated weight\n")[1].split("\nBeside it")[0]
+    total = 0
+    for path, named in re.findall(r"(?m)^\d\. \[(\S+)\]\(\S+\)(?: \((.+)\))?:", page):
+        lines = len((CHECKOUT / path).read_text().splitlines())
+        if names := re.findall(r"`(\w+)`", named):
+            nodes = {node.name: node for node in ast.parse((CHECKOUT / path).read_text()).body if hasattr(node, "name")}
+            lines = sum(nodes[name].end_lineno - nodes[name].lineno + 1 for name in names)
+        print(f"{lines:5,} {path} {named}")
+        total += lines
+    print(f"{total:5,}")
+    assert 500 < total <= 1200
 
 
 def test_the_readme_is_short():
