@@ -138,9 +138,9 @@ QWEN3_5 = {
 ONE_GPU = [
     ("delta_350m", []),
     ("delta_350m", ["cluster.memory_gb=24", "train.micro_batch_size=2"]),
-    ("delta_350m", ["train.seq_len=131072", "train.batch_tokens=524288", "train.micro_batch_size=1",
+    ("delta_350m", ["train.seq_len=131072", "train.batch_tokens=1048576", "train.micro_batch_size=1",
                     "train.compile=false", "memory.tile_tokens=16384"]),
-    ("delta_350m", ["cluster.memory_gb=24", "train.seq_len=131072", "train.batch_tokens=524288",
+    ("delta_350m", ["cluster.memory_gb=24", "train.seq_len=131072", "train.batch_tokens=1048576",
                     "train.micro_batch_size=1", "train.compile=false", "memory.tile_tokens=8192",
                     "memory.activation_checkpointing=full"]),
     ("qwen3_5_4b", ["parallel.sequence=1", "stages=[]", "memory.tile_tokens=16384", "parallel.offload=optimizer"]),
@@ -213,18 +213,6 @@ def _continued(row: dict[str, Any] | None) -> str:
     return f"{row['equal']} of {row['texts']} texts, {row['dtype']}: {row['difference']:.1e} (here {row['own']:.1e})"
 
 
-def guarantees(old: str) -> str:
-    """The same rows with the last run of the tests that each names."""
-    homes = {path.name: path for path in TESTS.rglob("test_*.py")}
-    lines = ["| guarantee | test | last run |", "|---|---|---|"]
-    for line in [line for line in old.splitlines() if line.startswith("| ")][1:]:
-        guarantee, named = (cell.strip() for cell in line.strip("| ").split(" | ")[:2])
-        names = re.findall(r"`([^`]+)`", named)
-        files = [homes[Path(name).name] if name.endswith(".py") else CHECKOUT / name for name in names]
-        lines.append(f"| {guarantee} | {named} | {_last_run(files)} |")
-    return "\n".join(lines)
-
-
 def status(_: str) -> str:
     """Where each feature was shown, by docs/status.toml: names of tests, or parts of benchmarks.gpu."""
     columns, features = (tomllib.loads(STATUS.read_text())[key] for key in ("columns", "features"))
@@ -270,7 +258,7 @@ def tests() -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[str], str]] = {
-    "commands": commands, "gpu": gpu, "guarantees": guarantees, "status": status, "comparison": comparison,
+    "commands": commands, "gpu": gpu, "status": status, "comparison": comparison,
     "qwen3_5": qwen3_5, "one_gpu": one_gpu, "recall": recall, "mqar": mqar, "servers": servers,
     **{f"benchmark-{name}": partial(benchmark, name) for name in ("long", "storage")},
     "needles": needles,
