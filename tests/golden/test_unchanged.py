@@ -15,16 +15,13 @@ from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate
 pytestmark = pytest.mark.timeout(900)
 
 STEEP = 8
-OF_DEEPSPEED = {"training", "programs"}
-"""Parts of the stored results that are not of the default engine: it is as accurate, and adds in another order."""
 
 
 @cache
 def stored() -> tuple[dict[str, Any], bool]:
     """The stored results of this processor, or else of another, and whether they are of this one."""
     path = RESULTS / f"{processor()}.json"
-    others = next(one for one in map(json.loads, map(Path.read_text, of_processors())) if "float64" in one)
-    return ({**others, **json.loads(path.read_text())}, True) if path.is_file() else (others, False)
+    return json.loads((path if path.is_file() else of_processors()[0]).read_text()), path.is_file()
 
 
 def of_processors() -> list[Path]:
@@ -41,7 +38,7 @@ def test_training_is_unchanged(ranks: int, every: int):
     assert found.keys() == stored_names if every == 1 else found.keys() < stored_names
     for name in found:
         theirs = results["training"][name]
-        if same_processor and "training" not in OF_DEEPSPEED:
+        if same_processor:
             assert found[name] == theirs, name
         else:
             ours, truth = found[name], results["float64"][name]
@@ -56,7 +53,7 @@ def test_runs_of_the_program_are_unchanged():
     assert found.keys() == results["programs"].keys()
     one, other = (json.loads(path.read_text())["programs"] for path in of_processors()[:2])
     for name, theirs in results["programs"].items():
-        if same_processor and "programs" not in OF_DEEPSPEED:
+        if same_processor:
             assert found[name] == theirs, name
         else:
             ours, a, b = (torch.tensor(values[name][:STEEP]) for values in (found, one, other))
@@ -67,8 +64,7 @@ def test_evaluation_is_unchanged():
     (results, same_processor), found = stored(), evaluated()
     assert found.keys() == results["evaluation"].keys()
     for name, value in results["evaluation"].items():
-        # Those of the needle were stored on a processor without a file.
-        assert_same(found[name], value, same_processor and "needle@keys" not in name, name)
+        assert_same(found[name], value, same_processor, name)
 
 
 def assert_same(ours: Any, theirs: Any, same_processor: bool, name: str) -> None:
