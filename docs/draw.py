@@ -119,7 +119,6 @@ def _of_layer(letter: str, tokens: int) -> PlanConfig:
         "delta_350m",
         [
             *layout,
-            "train.compile=false",
             f"model.pattern={letter}",
             "model.layers=1",
             f"model.max_positions={tokens}",

@@ -54,12 +54,11 @@ def train_and_count(layout: ParallelConfig, run: dict[str, Any]) -> tuple[Record
         ([{"sequence": 2}], {"tile_tokens": 10, "softmax": {"window": 5}}),
         ([{"zero_stage": 1}, {"sequence": 2, "zero_stage": 3}], {}),
         ([{"sequence": 2, "zero_stage": 3}], {"memory": FULL}),
-        (
-            [{"sequence": 2, "zero_stage": 3}],
-            {"tile_tokens": 10, "softmax": {"window": 5}},
-        ),
+        ([{"sequence": 2, "zero_stage": 3}], {"tile_tokens": 10, "softmax": {"window": 5}}),
+        ([{"sequence": 2, "zero_stage": 3}], {"tile_tokens": 10}),
+        ([{"sequence": 2}], {"tile_tokens": 10, "memory": FULL}),
     ],
-    ids=["layouts", "checkpointed", "tiles", "fsdp", "fsdp checkpointed", "fsdp tiles"],
+    ids=["layouts", "checkpointed", "tiles", "fsdp", "fsdp checkpointed", "fsdp tiles", "growing", "growing again"],
 )
 def test_compiled_ranks_train_as_one_process_and_compile_nothing_after_the_second_step(
     layouts: list[dict[str, Any]], run: dict[str, Any]

@@ -80,8 +80,12 @@ def test_lines_that_the_page_on_symptoms_quotes_are_those_of_the_programs():
     quotes = re.findall(r"(?m)^> (.+(?:\n> .+)*)", (CHECKOUT / "docs/symptoms.md").read_text())
     assert len(quotes) >= 8
     for quote in quotes:
-        pieces = re.split(r"rank \d+|[\d/.,]+ ?|…|: |\(|\)|; |, |runs/NAME|data/\S*|\bnan\b", quote.replace("\n> ", " "))
-        known = [piece for piece in map(str.strip, pieces) if len(piece.split()) >= 3 or piece in ("skipped", "straggler")]
+        pieces = re.split(
+            r"rank \d+|[\d/.,]+ ?|…|: |\(|\)|; |, |runs/NAME|data/\S*|\bnan\b", quote.replace("\n> ", " ")
+        )
+        known = [
+            piece for piece in map(str.strip, pieces) if len(piece.split()) >= 3 or piece in ("skipped", "straggler")
+        ]
         assert [piece for piece in known if piece not in strings] == [], quote
 
 

@@ -62,6 +62,11 @@ class TokenMixer(nn.Module):
         """A copy of a state after `positions` tokens of each row, which steps update in place."""
         return mapped(state, Tensor.clone)
 
+    def is_tile(self, state: Any, info: SequenceInfo) -> bool:
+        """Whether a call begins or continues a shared state between tiles."""
+        shared = self.TileState
+        return shared is not None and (isinstance(state, shared) or info.output_state == "last")
+
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
         """Keep a rank's part of the heads; the projections and `OF_HEADS` are split by the caller.
 

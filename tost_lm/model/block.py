@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
+from tost_lm.mixers.layer import TokenMixer
 from tost_lm.model.config import ModelConfig
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.norms import ZeroCenteredRmsNorm
@@ -107,7 +108,7 @@ MLP_OF = {"gelu": Mlp, "swiglu": SwigluMlp}
 class Block(nn.Module):
     """A block of a token mixer and an MLP."""
 
-    def __init__(self, config: ModelConfig, mixer: nn.Module, *, norm_after: bool = False):
+    def __init__(self, config: ModelConfig, mixer: TokenMixer, *, norm_after: bool = False):
         """`norm_after`: the norms are applied to the outputs of the branches instead of their inputs."""
         super().__init__()
         self.norm_after = norm_after
@@ -118,6 +119,7 @@ class Block(nn.Module):
         self.mlp = MLP_OF[config.mlp](config)
         self.mlp_scale = _layer_scale(config)
         self._compiled: Callable[..., Any] | None = None
+        self._compiled_add: Callable[..., Any] | None = None
         self.set_checkpoints()
 
     def set_checkpoints(self, whole: CheckpointWrapper = no_checkpoint, mlp: CheckpointWrapper = no_checkpoint) -> None:
@@ -126,17 +128,30 @@ class Block(nn.Module):
         self._checkpoint, self._mlp_checkpoint = whole, mlp
 
     def compile_inside(self) -> None:
-        """Compile `compute`."""
-        self._compiled = compiled(self.compute)
+        """Compile `compute`, but of a tile whose mixer shares its state with other tiles only what follows the mixer: a
+        graph holds no list of tensors that grows."""
+        self._compiled, self._compiled_add = compiled(self.compute), compiled(self._add)
 
     def forward(self, x_BTC: Tensor, state: MixerState | None, info: SequenceInfo) -> tuple[Tensor, MixerState | None]:
+        if self.mixer.is_tile(state, info):
+            return self._checkpoint(self.compute, x_BTC, state, info, self._compiled_add)
         return self._checkpoint(self._compiled or self.compute, x_BTC, state, info)
 
-    def compute(self, x_BTC: Tensor, state: MixerState | None, info: SequenceInfo) -> tuple[Tensor, MixerState | None]:
-        """The block without the wrapper around it."""
+    def compute(
+        self,
+        x_BTC: Tensor,
+        state: MixerState | None,
+        info: SequenceInfo,
+        add: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, MixerState | None]:
+        """The block without the wrapper around it; `add` in place of `_add`."""
         mixed_BTC, new_state = self.mixer(self.branch_input(x_BTC, self.mixer_norm), state, info)
+        return (add or self._add)(x_BTC, mixed_BTC), new_state
+
+    def _add(self, x_BTC: Tensor, mixed_BTC: Tensor) -> Tensor:
+        """Both branches added to the residual stream, given the result of the mixer."""
         x_BTC = x_BTC + self.mixer_scale(self.branch_output(mixed_BTC, self.mixer_norm))
-        return self._mlp_checkpoint(self._add_mlp, x_BTC), new_state
+        return self._mlp_checkpoint(self._add_mlp, x_BTC)
 
     def _add_mlp(self, x_BTC: Tensor) -> Tensor:
         y_BTC = self.mlp(self.branch_input(x_BTC, self.mlp_norm))

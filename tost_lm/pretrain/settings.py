@@ -114,17 +114,10 @@ class PretrainConfig(Section):
         yield optimizer_of(self.optim).obstacle(self.parallel.tensor, self.parallel.zero_stage)
 
     def _obstacles_of_compiler(self) -> Iterator[str]:
-        if not self.train.compile:
-            return
-        if self.parallel.tensor > 1:
+        if self.train.compile and self.parallel.tensor > 1:
             yield (
                 f"train.compile does not support parallel.tensor {self.parallel.tensor}, whose communication is no part of "
                 "a compiled graph: set train.compile = false or parallel.tensor = 1"
-            )
-        if self.memory.tile_tokens and self.model.kept_tokens is None:
-            yield (
-                "memory.tile_tokens: train.compile does not support layers whose state grows with the length, as softmax "
-                "attention without a window: set train.compile = false or model.softmax.window"
             )
 
     def _obstacles_of_deepspeed(self) -> Iterator[str | None]:

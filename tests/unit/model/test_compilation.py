@@ -148,18 +148,24 @@ def test_blocks_that_are_computed_again_have_the_same_gradients(less: dict[str, 
     assert not counters["graph_break"]
 
 
-def test_tiles_have_the_same_gradients():
+@pytest.mark.parametrize("window", [5, 0])
+def test_tiles_have_the_same_gradients(window: int):
+    """Without a window, a softmax layer itself is outside of graphs."""
+
     def of_tiles(model: TostLM) -> dict[str, Tensor]:
         loss = tiled_loss(model, TOKENS_BT, TOKENS_BT, tile_tokens=20)
         names, parameters = zip(*model.named_parameters(), strict=True)
         return {"loss": loss, **dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))}
 
-    expected, model = of_tiles(drawn_model("DA")), compile_blocks(drawn_model("DA"))
+    softmax = {"window": window}
+    expected = of_tiles(drawn_model("DA", softmax=softmax))
+    model = compile_blocks(drawn_model("DA", softmax=softmax))
     found, known = of_tiles(model), graphs()
     for name, value in expected.items():
         assert_close(found[name], value, 1e-12, name)
     of_tiles(model)
     assert graphs() == known > 0
+    assert not counters["graph_break"]
 
 
 def cases() -> dict[str, tuple[registered.Registered, list[Any], list[str]]]:

@@ -28,7 +28,6 @@ def recipe(*overrides: str) -> PretrainConfig:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["model.softmax.window=0", "train.compile=true"], "memory.tile_tokens: train.compile does not support layers"),
         (["memory.tile_tokens=0"], "memory.tile_tokens"),
         (["memory.tile_tokens=large"], "memory.tile_tokens"),
     ],

@@ -48,6 +48,9 @@ class SoftmaxMixer(TokenMixer):
         """Whether the norms of queries and keys are those of each head, not of all of them."""
         self.q_norm, self.k_norm = _qk_norm(shape, sizes.queries), _qk_norm(shape, sizes.keys)
 
+    def is_tile(self, state: Any, info: SequenceInfo) -> bool:
+        return not self.window and super().is_tile(state, info)
+
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
         super().split_heads(ranks, softmax)
         self.kv_heads //= ranks
@@ -71,9 +74,10 @@ class SoftmaxMixer(TokenMixer):
         info: SequenceInfo,
     ) -> tuple[Tensor, KeyValueState | KeyValueTiles | KeyValueSlots | None]:  # fmt: skip
         """The output of all heads, [B, T, H·D], and the new state."""
-        if isinstance(state, KeyValueTiles) or (info.output_state == "last" and not self.window):
+        if self.is_tile(state, info):
             y_BHTD, tiles = attend_tile(q, k, v, state, info)  # pyright: ignore[reportArgumentType]
             return y_BHTD.transpose(1, 2).flatten(-2), tiles
+        assert not isinstance(state, KeyValueTiles)
         if isinstance(state, KeyValueSlots):
             y_BH1D = attend_one(q, *state, state.add(info.position, (k, v)))
             return y_BH1D.transpose(1, 2).flatten(-2), state

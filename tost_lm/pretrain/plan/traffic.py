@@ -206,9 +206,10 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     yield Collectives("norms, positions", "all-reduce", 1, 4 * replicated, ranks, 1)
 
 
-def sent_again(config: PlanConfig) -> bool:
-    """Whether a mixer also receives again in the backward: `keep_received` does not see into graphs."""
-    return is_computed_again(config) and config.train.compile
+def sent_again(config: PlanConfig, *, shares_tiles: bool = False) -> bool:
+    """Whether a mixer also receives again in the backward: `keep_received` does not see into graphs, which mixers that
+    share their state between tiles are outside of."""
+    return is_computed_again(config) and config.train.compile and not shares_tiles
 
 
 def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
@@ -252,14 +253,17 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         calls = 2 * k * layers * (passes + backwards) if forward else 0
         sent = rows * k * layers * (passes * forward + backwards * backward) / tensor * rows_of_groups(ranks)
         yield Collectives("maps of states", "all-to-all", calls, sent, ranks, tensor)
-    for layers, costs, _ in used:
+    for layers, costs, kept in used:
+        again = sent_again(config, shares_tiles=kept is None and tiles(config) > 1)
         forwards = 1 + again + fraction_computed_twice(config)
         sent = k * layers * micro_batch_tokens(config) * (forwards + 1) * costs.dealt / tensor
+        passes = tiles(config) * (1 + again) + tiles(config) - 1
         calls = 2 * k * layers * (passes + backwards) if costs.dealt else 0
         yield Collectives("heads of attention", "all-to-all", calls, sent, ranks, tensor)
     starts = range(0, config.row_tokens, config.tile_tokens)
     sizes = [min(config.tile_tokens, config.row_tokens - start) for start in starts]
     for layers, costs, kept in used:
+        again = sent_again(config, shares_tiles=kept is None and tiles(config) > 1)
         of_tiles = [gathered_tokens(kept, size / ranks) for size in sizes] if costs.gathered_channels else []
         # Without a window, those of all earlier tiles are gathered for each tile in every pass and in the backward.
         earlier = [of_tiles[:n] if kept is None else [] for n in range(len(of_tiles))]
