@@ -30,7 +30,7 @@ class ClusterConfig(Section):
     nodes: int = Field(default=1, gt=0)
     """Number of nodes."""
     gpus_per_node: int = Field(default=8, gt=0)
-    """GPUs, and ranks, per node; without it launch.ranks, or else 8."""
+    """GPUs, and ranks, per node; without it launch.ranks or launch.cpu_ranks of the recipe, or else 8."""
     device: str
     """Name of the GPU as torch.cuda.get_device_name() returns it; it determines the peak FLOP/s."""
     peak_tflops: float | None = Field(default=None, gt=0)
@@ -86,9 +86,10 @@ class PlanConfig(PretrainConfig):
     @classmethod
     def _as_many_gpus_as_ranks(cls, values: Any) -> Any:
         launch, cluster = (values.get(name, {}) for name in ("launch", "cluster"))
-        if isinstance(launch, dict) and isinstance(cluster, dict) and isinstance(launch.get("ranks"), int):
-            return {**values, "cluster": {"gpus_per_node": launch["ranks"], **cluster}}
-        return values
+        if not isinstance(launch, dict) or not isinstance(cluster, dict):
+            return values
+        ranks = launch.get("ranks") or launch.get("cpu_ranks")
+        return {**values, "cluster": {"gpus_per_node": ranks, **cluster}} if isinstance(ranks, int) else values
 
     @property
     def micro_batches(self) -> int:

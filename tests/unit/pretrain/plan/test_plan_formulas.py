@@ -154,6 +154,6 @@ def test_a_batch_that_ranks_cannot_divide_names_settings_that_they_can():
     for words in (first, other):
         assert planned(BASE, "cluster.nodes=64", *words.split()).accumulation(512)
     with pytest.raises(
-        ConfigError, match=r"set parallel.sequence=1 train.micro_batch_size=10, or train.global_batch_size=528$"
+        ConfigError, match=r"set train.micro_batch_size=10, or train.global_batch_size=528$"
     ):
         planned(BASE, "train.micro_batch_size=11").accumulation(16)
