@@ -9,6 +9,7 @@ compares the pages with what this program would write. The results come from the
 - results/comparison: `python -m experiments.comparison`, one file for each run.
 - results/mqar.json: `python -m experiments.mqar experiments/mqar.toml`, as it stores it in runs/mqar.
 - results/needle_recall.json: `tost eval`, with the commands that the file has, and what they ran on.
+- results/published: rows that others published, in TOML; `python -m benchmarks.published` plans them.
 - results/servers.json: `pytest --full --record results/tests.json tests/full/test_servers.py`.
 - results/tests.json: `pytest --record`, the last run of each test file.
 
@@ -24,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import published
 from benchmarks.gpu import PARTS as GPU_PARTS
 from experiments.comparison.__main__ import FORMS, stored
 from experiments.comparison.tables import evidence, recall_table, tables
@@ -145,13 +147,17 @@ def qwen3_5(_: str) -> str:
             config = complete(stage.config)
             train = {quantity: (value, how) for quantity, value, how in time_rows(config, stage.steps)}
             memory = next(memory_rows(config))[1]
-            hours, used = train["duration of the run"][1].split()[0], f"{config.cluster.ranks} GPUs: {layout(config)}"
+            hours, used = train["duration"][1].split()[0], f"{config.cluster.ranks} GPUs: {layout(config)}"
             what = f"{name}, {' '.join(words)}" if words else name
             batch = f"{stage.steps} × {config.batch_tokens:,}"
-            time = train["duration of the run"][0], train["tokens/s"][0], hours, train["price of the run"][0]
+            time = train["duration"][0], train["tokens/s"][0], hours, train["price"][0]
             rows.append((what, f"{config.train.seq_len:,}", batch, used, memory, *time))
     of_time = "time", "tokens/s", "GPU hours", "price"
     return table(("recipe", "tokens", "steps × tokens", "layout", "memory of a GPU", *of_time), rows)
+
+
+def published_runs(_: str) -> str:
+    return published.summary([*published.rows()])
 
 
 def in_brief(_: str) -> str:
@@ -239,7 +245,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands, "gpu": gpu, "guarantees": guarantees, "status": status, "comparison": comparison,
     "evidence": in_brief, "qwen3_5": qwen3_5, "recall": recall, "mqar": mqar, "servers": servers,
     **{f"benchmark-{name}": partial(benchmark, name) for name in ("long", "storage")},
-    "needles": needles,
+    "needles": needles, "published": published_runs,
 }  # fmt: skip
 
 

@@ -276,19 +276,21 @@ class Stage(NamedTuple):
 
 
 def longer_batches(path: Path, config: PretrainConfig) -> Iterator[str]:
-    """Warnings where train.seq_len is longer than in the file, or in the stage before, for as many sequences a step."""
+    """Warnings where train.seq_len is longer than in the file, or in the stage before, and no setting of the batch
+    changes with it."""
     configs = [stage.config for stage in config.in_stages()]
+    kept = [not {"global_batch_size", "batch_tokens"} & stage.train.keys() for stage in config.stages]
     if path.is_file():
         with suppress(ConfigError):  # a file may lack what the command line sets
-            configs.insert(0, load_config(type(config), path))
-    for before, after in pairwise(configs):
+            configs, kept = [load_config(type(config), path), *configs], [True, *kept]
+    for (before, after), is_kept in zip(pairwise(configs), kept, strict=True):
         length, sequences = after.train.seq_len, after.train.global_batch_size
-        if length > before.train.seq_len and sequences == before.train.global_batch_size:
-            kept = max(round(before.batch_tokens / length), 1) * length
+        if is_kept and length > before.train.seq_len and sequences == before.train.global_batch_size:
+            tokens = max(round(before.batch_tokens / length), 1) * length
             yield (
                 f"train.seq_len {length} in place of {before.train.seq_len} for {sequences} sequences makes the batch "
                 f"{after.batch_tokens / before.batch_tokens:.3g} times as large: {after.batch_tokens:,} tokens a step; "
-                f"set train.batch_tokens={kept} to keep its size"
+                f"set train.batch_tokens={tokens} to keep its size"
             )
 
 

@@ -30,7 +30,7 @@ from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
 from tost_lm.pretrain.plan.activations import costs_of
 from tost_lm.pretrain.plan.memory import checkpoint_bytes, peak_moment
-from tost_lm.pretrain.plan.settings import PlanConfig
+from tost_lm.pretrain.plan.settings import SPREAD, PlanConfig
 from tost_lm.pretrain.plan.traffic import collectives, tiles
 from tost_lm.pretrain.settings import longer_batches
 from tost_lm.remote import RemotePath
@@ -219,17 +219,18 @@ def time_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
     bandwidth = f"at {cluster.achieved_memory_bandwidth:.0%} of {cluster.memory_gb_s:g} GB/s"
     sources = {
         "products": f"at {cluster.achieved_flops:.0%} {peak}",
-        "attention": f"at {cluster.achieved_attention_flops:.0%} {peak}{_of_busiest(config)}",
+        "attention": f"at {plan.attention_rate(config):.0%} {peak}{_of_busiest(config)}",
         "operator": f"as {in_units(operator)} per token {bandwidth}",
         "elementwise": f"as {in_units(elementwise)} per token; norms, {activation}, LayerScale, residual sums",
         "loss": f"{in_units(plan.bytes_moved_by_loss(config))} beside its products",
         "launches": f"{host}, less the above: {launches}",
         "optimizer": _of_optimizer(config),
         "communication": _of_collectives(config, step.communication),
+        "imbalance": f"of {_count(cluster.nodes, 'node')}",
     }
     for name, seconds in step._asdict().items():
         yield f"time per step: {name}", duration(seconds), sources[name]
-    yield "time per step", duration(step.total), "sum"
+    yield "time per step", duration(step.total), f"sum{_of_published(config)}"
     rate = config.batch_tokens / step.total
     utilization = flops_per_token(config.model, config.train.seq_len).total * rate / (plan.peak(config) * cluster.ranks)
     yield "tokens/s", f"{rate:,.0f}", f"{rate / cluster.ranks:,.0f} per GPU; MFU {utilization:.0%}"
@@ -246,7 +247,15 @@ def cost_rows(config: PlanConfig, seconds: float) -> Iterator[Row]:
 
 def _of_collectives(config: PlanConfig, exposed: float) -> str:
     hidden = sum(one.seconds(config.cluster) for one in collectives(config)) - exposed
-    return f"beside {duration(hidden)} behind forwards and backwards" if hidden > 0 else "no overlap"
+    return f"beside {duration(hidden)} hidden by forwards and backwards" if hidden > 0 else "no overlap"
+
+
+def _of_published(config: PlanConfig) -> str:
+    """How far plans for such GPUs were from published runs."""
+    if config.cluster.preset not in SPREAD:
+        return "; no published run on such GPUs was planned"
+    least, most, rows = SPREAD[config.cluster.preset]
+    return f"; planned over published tokens/s was {least:.2f} to {most:.2f} in {_count(rows, 'run')} on such GPUs"
 
 
 def _of_busiest(config: PlanConfig) -> str:
