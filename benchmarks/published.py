@@ -34,10 +34,17 @@ class Row(NamedTuple):
     source: str
     fitted: bool
     """Whether constants of the plan were fitted to its source."""
+    model: str
     config: PlanConfig
-    label: str
     published: float
     """Tokens per second and GPU."""
+
+    @property
+    def label(self) -> str:
+        train, memory = self.config.train, self.config.memory
+        size = f"{train.micro_batch_size} × {train.seq_len:,} tokens, {self.config.cluster.ranks} GPUs"
+        again = "recomputed" if memory.activation_checkpointing == "full" or memory.mlp_tile_tokens else ""
+        return ", ".join(filter(None, [self.model, size, "compiled" if train.compile else "", again]))
 
     @property
     def planned(self) -> float:
@@ -66,9 +73,7 @@ def _rows_of(path: Path) -> Iterator[Row]:
         tree = merged(PlanConfig, COMMON, source["settings"])
         for change in ({"model": source["models"][model]}, *map(_nested, named, named.values())):
             tree = merged(PlanConfig, tree, change)
-        config = validate(PlanConfig, tree, path.name)
-        label = " ".join([model, *(f"{name.split('.')[1]}={value}" for name, value in named.items())])
-        yield Row(path.stem, source.get("fitted", False), config, label, published)
+        yield Row(path.stem, source.get("fitted", False), model, validate(PlanConfig, tree, path.name), published)
 
 
 def _nested(path: str, value: Any) -> dict[str, Any]:

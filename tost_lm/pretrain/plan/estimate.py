@@ -3,7 +3,8 @@
 Times are sums, but weights and gradients of blocks are sent while others are computed (`exposed_seconds`). The
 fractions of published hardware figures that a run reaches are settings (`cluster.achieved_flops`,
 `cluster.achieved_memory_bandwidth`, `cluster.achieved_bandwidth`). The constants below are from one GPU, an NVIDIA
-H200, whose cells are in `results/benchmarks/gpu_nvidia-h200.json`. Bytes and launches are counted.
+H200, whose cells are in `results/benchmarks/gpu_nvidia-h200.json`, but for SLOWED and IMBALANCE, which are fitted to
+published runs (`python -m benchmarks.published`). Bytes and launches are counted.
 """
 
 import math
