@@ -10,8 +10,9 @@ from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
 from tost_lm.pretrain.plan import traffic
-from tost_lm.pretrain.plan.memory import Moment, checkpoint_bytes, moments
+from tost_lm.pretrain.plan.memory import Moment, checkpoint_bytes, moments, peak_moment
 from tost_lm.pretrain.plan.settings import PlanConfig
+from tost_lm.pretrain.settings import PretrainConfig
 
 pytestmark = pytest.mark.quick
 
@@ -37,7 +38,18 @@ def at(name: str, *overrides: str) -> Moment:
 
 def test_a_plan_is_for_the_ranks_that_are_started_or_8_gpus_of_each_node():
     words = ([], ["launch.ranks=4"], ["launch.ranks=4", "cluster.gpus_per_node=2"], ["cluster.nodes=2"])
+    assert [planned(BASE, *some, "launch.cpu_ranks=2").cluster.ranks for some in words] == [2, 4, 2, 4]
     assert [planned(BASE, *some).cluster.ranks for some in words] == [8, 4, 2, 16]
+
+
+def test_a_run_records_its_plan(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    config, words = planned(BASE), ["train.micro_batch_size=12", "train.compile=false"]
+    run = load_config(PretrainConfig, BASE, words)
+    memory = {"memory_peak_bytes": peak_moment(config, 8).total}
+    rate = config.batch_tokens / plan.step_seconds(config).total
+    assert plan_fit.plan_of_run(run, 8, "cpu") == memory
+    assert plan_fit.plan_of_run(run, 8, config.cluster.device) == {**memory, "tokens_per_second": rate}
 
 
 def test_memory_of_bfloat16_by_stage():
