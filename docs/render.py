@@ -9,6 +9,7 @@ compares the pages with what this program would write. The results come from the
 - results/comparison: `python -m experiments.comparison`, one file for each run.
 - results/mqar.json: `python -m experiments.mqar experiments/mqar.toml`, as it stores it in runs/mqar.
 - results/needle_recall.json: `tost eval`, with the commands that the file has, and what they ran on.
+- results/published: rows that others published, in TOML; `python -m benchmarks.published` plans them.
 - results/servers.json: `pytest --full --record results/tests.json tests/full/test_servers.py`.
 - results/tests.json: `pytest --record`, the last run of each test file.
 
@@ -24,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import published
 from benchmarks.gpu import PARTS as GPU_PARTS
 from experiments.comparison.__main__ import stored
 from experiments.comparison.tables import recall_table, tables
@@ -159,9 +161,7 @@ def one_gpu(_: str) -> str:
         gpu, needed = config.cluster.device.removeprefix("NVIDIA "), memory["GPU memory"]
         what = " ".join([name, *(word for word in words if not word.startswith("cluster.preset"))])
         host = memory["host memory of node 0"].partition(" of ")[0]
-        rows.append(
-            (what, gpu, f"{config.train.seq_len:,}", needed, host, train["tokens/s"], train["duration of the run"])
-        )
+        rows.append((what, gpu, f"{config.train.seq_len:,}", needed, host, train["tokens/s"], train["duration"]))
     return table(("recipe and settings", "GPU", "tokens", "its memory", "host memory", "tokens/s", "time"), rows)
 
 
@@ -172,9 +172,7 @@ def qwen3_5(_: str) -> str:
         for config, memory, train in _planned(name, [*words, "cluster.gpu_hour_price=2.5"]):
             used = f"{config.cluster.ranks} GPUs: {layout(config)}"
             what = f"{name}, {' '.join(words)}" if words else name
-            time = (
-                train[quantity] for quantity in ("duration of the run", "tokens/s", "GPU hours", "price of the run")
-            )
+            time = (train[quantity] for quantity in ("duration", "tokens/s", "GPU hours", "price"))
             batch = f"{train['steps']} × {config.batch_tokens:,}"
             rows.append((what, f"{config.train.seq_len:,}", batch, used, memory["GPU memory"], *time))
     of_time = "time", "tokens/s", "GPU hours", "price"
@@ -187,10 +185,14 @@ def _planned(name: str, words: list[str]) -> Iterator[tuple[PlanConfig, dict[str
         assert isinstance(stage.config, PlanConfig)
         config = complete(stage.config)
         times = list(time_rows(config, stage.steps))
-        hours = next(how.split()[0] for quantity, _, how in times if quantity == "duration of the run")
+        hours = next(how.split()[0] for quantity, _, how in times if quantity == "duration")
         train = {quantity: value for quantity, value, _ in times}
         memory = {quantity: value for quantity, value, _ in memory_rows(config)}
         yield config, memory, {**train, "GPU hours": hours, "steps": str(stage.steps)}
+
+
+def published_runs(_: str) -> str:
+    return published.summary([*published.rows()])
 
 
 def servers(_: str) -> str:
@@ -261,7 +263,7 @@ PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands, "gpu": gpu, "status": status, "comparison": comparison,
     "qwen3_5": qwen3_5, "one_gpu": one_gpu, "recall": recall, "mqar": mqar, "servers": servers,
     **{f"benchmark-{name}": partial(benchmark, name) for name in ("long", "storage")},
-    "needles": needles,
+    "needles": needles, "published": published_runs,
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ def test_a_plan_that_does_not_fit_shows_its_table_and_what_does(tmp_path):
     ).finish()
     assert code == 2
     assert "| GPU memory " in out
-    assert "| duration of the run " in out
+    assert "| duration " in out
     assert err.startswith("error: a GPU needs ")
     assert "; set train.micro_batch_size=30 (" in err
     assert len(err.splitlines()) == 1
@@ -74,12 +74,42 @@ def test_a_list_of_values_is_planned_row_by_row(tmp_path):
     assert one[-1].startswith("a GPU needs 9.9 GB, more than cluster.memory_gb 8; set train.micro_batch_size=")
     assert four[:2] == ["4", "tensor 1 × sequence 4 × data 2; 20 micro-batches of 12 sequences"]
     assert four[-1] == "yes"
-    assert three[:6] == ["3", "impossible", "–", "–", "–", "–"]
-    assert three[6].startswith("parallel.tensor 1 × parallel.sequence 3 = 3 does not divide the 8 ranks")
+    assert three[:7] == ["3", "impossible", "–", "–", "–", "–", "–"]
+    assert three[7].startswith("parallel.tensor 1 × parallel.sequence 3 = 3 does not divide the 8 ranks")
     single = Forked("tost plan", RECIPE, "parallel.sequence=4", "train.micro_batch_size=12", cwd=tmp_path).finish()[1]
     row = dict(line[:2] for line in cells(single))
     assert four[2].split()[0] == row["GPU memory"].split()[0]
     assert four[5] == row["tokens/s"]
+
+
+def test_a_run_of_stages_has_a_row_for_each_and_a_sum(tmp_path):
+    words = ("delta_1b_8k_128k", "cluster.gpu_hour_price=2")
+    _, listed, err = Forked("tost plan", *words, "cluster.memory_gb=60,80", cwd=tmp_path).finish()
+    assert err == ""
+    rows = cells(listed)
+    assert [row[0] for row in rows[:4]] == ["60, start", "60, 32k", "60, 128k", "60, all stages"]
+    assert rows[1][-1].startswith("a GPU needs 64.6 GB, more than cluster.memory_gb 60; set ")
+    hours = [int(row[6]) for row in rows[4:]]
+    assert sum(hours[:3]) == pytest.approx(hours[3], abs=2)
+    code, out, err = Forked("tost plan", *words, "cluster.memory_gb=60", cwd=tmp_path).finish()
+    assert (code, err.splitlines()[-1][:28]) == (2, "error: stage 32k: a GPU need")
+    assert "## Stage 128k" in out
+    _, out, _ = Forked("tost plan", *words, cwd=tmp_path).finish()
+    whole = out.partition("## All stages")[2]
+    assert f"{hours[3]} GPU hours" in whole
+    ((price,),) = (re.findall(r"\| price +\| (\d+) ", whole),)
+    assert int(price) == pytest.approx(2 * hours[3], abs=1)
+
+
+def test_a_plan_of_a_recipe_for_cpus_has_its_ranks_and_readable_times(tmp_path):
+    code, out, err = Forked("tost plan", "demo", "train.seq_len=512", cwd=tmp_path).finish()
+    assert code == 0
+    assert re.search(r"^\| ranks +\| 2 +\| 1 node of 2", out, re.M)
+    assert not re.search(r"\de[+-]\d+ (ms|s)", out)
+    assert err == (
+        "warning: train.seq_len 512 in place of 256 for 8 sequences makes the batch 2 times as large: 4,096 tokens a "
+        "step; set train.batch_tokens=2048 to keep its size\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +158,7 @@ def test_a_folder_with_config_json_is_planned_as_its_recipe(tmp_path):
         ((sequence, micro_batch),) = re.findall(r"sequence (\d+) × .* micro-batches of (\d+) sequence", out)
         assert int(micro_batch) * length / int(sequence) == pytest.approx(32_768, rel=0.3)
     _, out, _ = Forked("tost plan", "llama", "cluster.gpu_hour_price=2", cwd=tmp_path).finish()
-    ((hours, price),) = re.findall(r"(?s)(\d+) GPU hours.*price of the run +\| (\d+)", out)
+    ((hours, price),) = re.findall(r"(?s)(\d+) GPU hours.*price +\| (\d+)", out)
     assert int(price) == pytest.approx(2 * int(hours), abs=1)
     code, out, err = Forked("tost plan", "gpt2", "train.micro_batch_size=8,16", cwd=tmp_path).finish()
     assert (code, err) == (0, "")

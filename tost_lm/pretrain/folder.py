@@ -4,6 +4,8 @@ import shutil
 from datetime import datetime
 from typing import Any
 
+import torch
+
 from tost_lm.checkpointing.format import Progress
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, step_folder
 from tost_lm.checkpointing.uploads import set_aside
@@ -12,6 +14,7 @@ from tost_lm.optim.settings import warmup_steps
 from tost_lm.parallel.mesh import World
 from tost_lm.parallel.watchdog import Heartbeat
 from tost_lm.pretrain.metrics import Metrics, NullMetrics, write_run_folder
+from tost_lm.pretrain.plan.fit import plan_of_run
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.stage_run import StageRun
 from tost_lm.pretrain.start import require_same_checkpoints
@@ -30,8 +33,10 @@ def open_folder(
     config, stage = start.config, start.stage
     require_same_checkpoints(start)
     _set_aside(config, start)
-    write_run_folder(start.run, world.size, world.device.type)
-    if world.device.type == "cuda":
+    kind = world.device.type
+    device = torch.cuda.get_device_name(world.device) if kind == "cuda" else kind
+    write_run_folder(start.run, world.size, kind, plan_of_run(config, world.size, device))
+    if kind == "cuda":
         (config.run_folder / FLIGHT_RECORDER).mkdir(exist_ok=True)  # NCCL writes there and does not create it
     shutil.rmtree(heartbeat.folder, ignore_errors=True)  # of an earlier launch, perhaps with more ranks
     branch = _branch(start)

@@ -15,8 +15,6 @@ from tost_lm.pretrain.plan.memory import largest_tile, peak_moment, weights_and_
 from tost_lm.pretrain.settings import PretrainConfig
 
 TORCH_MESSAGES = ("can't allocate memory", "bad_alloc", "Cannot allocate memory", "out of memory", "ALLOC_FAILED")
-USABLE = 0.8
-"""Usable fraction of free memory; the plan does not count all memory."""
 
 
 def with_tile_size(config: PretrainConfig, world: World) -> PretrainConfig:
@@ -28,8 +26,7 @@ def with_tile_size(config: PretrainConfig, world: World) -> PretrainConfig:
     """
     if config.memory.tile_tokens != "auto":
         return config
-    free = -max_over_ranks(-_free_bytes(world))
-    return largest_tile(config, world.size, free * USABLE)
+    return largest_tile(config, world.size, -max_over_ranks(-_free_bytes(world)))
 
 
 def memory_warning(config: PretrainConfig, world: World) -> str:

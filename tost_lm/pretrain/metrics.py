@@ -39,8 +39,8 @@ TIME = "%Y-%m-%dT%H:%M:%S%z"
 """Of a launch or an event."""
 
 
-def write_run_folder(config: PretrainConfig, world_size: int, device: str) -> None:
-    """Record the settings and the environment of this launch."""
+def write_run_folder(config: PretrainConfig, world_size: int, device: str, planned: Mapping[str, float]) -> None:
+    """Record the settings and the environment of this launch, with its plan (`plan.fit.plan_of_run`)."""
     write_atomically(config.run_folder / SETTINGS, to_toml(config))
     environment = {
         "started": time.strftime(TIME),
@@ -52,6 +52,7 @@ def write_run_folder(config: PretrainConfig, world_size: int, device: str) -> No
         "device": device,
         "cpu_count": os.cpu_count(),
         "world_size": world_size,
+        "planned": planned,
         "command": ["tost", "train", *redact_command(sys.argv[1:])],
     }
     write_atomically(config.run_folder / ENVIRONMENT, json.dumps(environment, indent=1))

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from itertools import chain
+from contextlib import suppress
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -11,7 +12,7 @@ from pydantic import Field, model_validator
 from tost_lm.checkpointing.format import Progress, read_model_config
 from tost_lm.checkpointing.run_folder import find_checkpoint, step_of
 from tost_lm.checkpointing.settings import CheckpointConfig
-from tost_lm.config import Section, merged, path_or_url, validate
+from tost_lm.config import Section, load_config, merged, path_or_url, validate
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
 from tost_lm.optim.interface import optimizer_of
@@ -193,10 +194,13 @@ class PretrainConfig(Section):
         if batch % each:
             fewer = math.gcd(batch, data_ranks)
             smaller = max(n for n in range(1, micro_batch + 1) if batch // fewer % n == 0)
+            sequence = self.parallel.sequence * data_ranks // fewer
+            fix = {"parallel.sequence": sequence, "train.micro_batch_size": smaller}
+            now = {"parallel.sequence": self.parallel.sequence, "train.micro_batch_size": micro_batch}
+            changes = " ".join(f"{name}={value}" for name, value in fix.items() if value != now[name])
             raise ConfigError(
                 f"train.global_batch_size {batch} is not divisible by {data_ranks} data ranks × train.micro_batch_size "
-                f"{micro_batch} = {each}: set parallel.sequence={self.parallel.sequence * data_ranks // fewer} "
-                f"train.micro_batch_size={smaller}, or train.global_batch_size={-(-batch // each) * each}"
+                f"{micro_batch} = {each}: set {changes}, or train.global_batch_size={-(-batch // each) * each}"
             )
         return batch // each
 
@@ -262,6 +266,25 @@ class Stage(NamedTuple):
             raise ConfigError(f"{what}: {obstacle}")
         ended = self._replace(config=self.config.model_copy(update={"train": here}))
         return ended, Stage(changes.name, config, first, first)
+
+
+def longer_batches(path: Path, config: PretrainConfig) -> Iterator[str]:
+    """Warnings where train.seq_len is longer than in the file, or in the stage before, and no setting of the batch
+    changes with it."""
+    configs = [stage.config for stage in config.in_stages()]
+    kept = [not {"global_batch_size", "batch_tokens"} & stage.train.keys() for stage in config.stages]
+    if path.is_file():
+        with suppress(ConfigError):  # a file may lack what the command line sets
+            configs, kept = [load_config(type(config), path), *configs], [True, *kept]
+    for (before, after), is_kept in zip(pairwise(configs), kept, strict=True):
+        length, sequences = after.train.seq_len, after.train.global_batch_size
+        if is_kept and length > before.train.seq_len and sequences == before.train.global_batch_size:
+            tokens = max(round(before.batch_tokens / length), 1) * length
+            yield (
+                f"train.seq_len {length} in place of {before.train.seq_len} for {sequences} sequences makes the batch "
+                f"{after.batch_tokens / before.batch_tokens:.3g} times as large: {after.batch_tokens:,} tokens a step; "
+                f"set train.batch_tokens={tokens} to keep its size"
+            )
 
 
 def _with_model_of_weights(values: dict[str, Any]) -> dict[str, Any]:

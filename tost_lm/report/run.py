@@ -1,8 +1,11 @@
 """Sections of the report of one run or model folder."""
 
+import json
 from collections.abc import Iterator
+from statistics import median
 
 from tost_lm.checkpointing.format import MANIFEST, Progress, read_entries, read_model_config
+from tost_lm.checkpointing.run_folder import ENVIRONMENT
 from tost_lm.data.stages import tokens_of
 from tost_lm.files import sha256_file
 from tost_lm.inference.evaluated import SAMPLE
@@ -53,7 +56,26 @@ def metrics(run: RunRecord) -> str:
     if not run.metrics:
         return ""
     values = metrics_table(("seed",), [(str(seed(run)),)], [Group(1, (run,), {})])
-    return f"## Metrics\n\n{values}\n\n{UNITS}"
+    return "\n\n".join(filter(None, ["## Metrics", values, UNITS, beside_plan(run)]))
+
+
+def beside_plan(run: RunRecord) -> str:
+    """Memory and throughput that the newest launch measured, beside its plan; empty without one."""
+    file, first = run.folder / ENVIRONMENT, max((event["step"] for event in run.events if "ranks" in event), default=0)
+    planned = json.loads(file.read_text()).get("planned") if file.is_file() else None
+    rows = [row for row in run.metrics if row["step"] > first]
+    if not planned or not rows:
+        return ""
+    shown = [
+        ("peak memory of a rank (GB)", max, "memory_peak_bytes", 1e-9, ",.2f"),
+        ("tokens/s", median, "tokens_per_second", 1.0, ",.0f"),
+    ]
+    cells = [
+        (label, f"{of(row[name] for row in rows) * unit:{form}}", f"{planned[name] * unit:{form}}")
+        for label, of, name, unit, form in shown
+        if name in planned
+    ]
+    return f"The newest launch beside `tost plan`:\n\n{table(('', 'measured', 'planned'), cells)}"
 
 
 def overview(run: RunRecord) -> str:

@@ -9,7 +9,7 @@ import pytest
 from tost_lm.config import differences, load_config, section_of, to_toml
 from tost_lm.errors import ConfigError
 from tost_lm.pretrain.sections import StageConfig
-from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.pretrain.settings import PretrainConfig, longer_batches
 
 BASE = """
 [model]
@@ -255,3 +255,23 @@ def is_refused(folder: Path, data: str, *overrides: str) -> bool:
     except ConfigError:
         return True
     return False
+
+
+LONGER = "model.max_positions=64"
+STAGE = "\n[[stages]]\nname = 'longer'\nfrom_step = 5\ntrain.seq_len = 64\n"
+
+
+@pytest.mark.parametrize(("stage", "words", "said"), [
+    ("", ["train.seq_len=32"], ["32 in place of 8 for 12 sequences makes the batch 4"]),
+    ("", ["train.seq_len=32", "train.global_batch_size=3"], []),
+    ("", ["train.seq_len=32", "train.batch_tokens=96"], []),
+    (STAGE, [], ["64 in place of 8 for 12 sequences makes the batch 8"]),
+    (STAGE + "train.global_batch_size = 12\n", [], []),
+])  # fmt: skip
+def test_a_longer_sequence_that_enlarges_the_batch_is_warned_of(
+    tmp_path: Path, stage: str, words: list[str], said: list[str]
+):
+    config = read(tmp_path, f"[data]\nfolder = 'x'\n{stage}", LONGER, *words)
+    found = list(longer_batches(tmp_path / "some.toml", config))
+    assert [text.partition(" times as large")[0] for text in found] == [f"train.seq_len {line}" for line in said]
+    assert all(text.endswith("; set train.batch_tokens=96 to keep its size") for text in found if not stage)

@@ -61,7 +61,7 @@ def first_stage(**changes: Any) -> Stage:
 
 
 def write_run(config: PretrainConfig, name: str = "r") -> None:
-    write_run_folder(config, world_size=1, device="cpu")
+    write_run_folder(config, world_size=1, device="cpu", planned={})
     stage = config.in_stages()[0]
     record = record_of(stage, shards(config.data.folders), stage)
     for steps in (3, 6):

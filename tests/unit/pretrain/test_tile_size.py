@@ -13,7 +13,9 @@ from tost_lm.config import load_config
 from tost_lm.errors import ConfigError
 from tost_lm.parallel.mesh import Axis, Mesh, World
 from tost_lm.pretrain.memory_fit import memory_warning
-from tost_lm.pretrain.plan.memory import largest_tile, peak_moment
+from tost_lm.pretrain.plan.fit import complete
+from tost_lm.pretrain.plan.memory import USABLE, largest_tile, peak_moment
+from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.tiled import tile
 
@@ -71,13 +73,29 @@ def test_a_tile_with_less_than_a_token_for_each_rank_is_refused():
 
 
 def test_the_largest_tile_that_fits_is_a_power_of_two_or_the_row():
-    whole = peak_moment(recipe("memory={}"), 8).total
+    planned = lambda size: peak_moment(recipe(f"memory.tile_tokens={size}"), 8).total / USABLE
+    whole = planned(131072)
     assert largest_tile(recipe(), 8, whole).tile_tokens == 131072
     sizes = [largest_tile(recipe(), 8, whole * share).tile_tokens for share in (0.99, 0.5, 0.25)]
     assert sizes == sorted(sizes, reverse=True)
     for size, share in zip(sizes, (0.99, 0.5, 0.25), strict=True):
         assert size & (size - 1) == 0
-        assert peak_moment(recipe(f"memory.tile_tokens={size}"), 8).total <= whole * share
-        assert peak_moment(recipe(f"memory.tile_tokens={2 * size}"), 8).total > whole * share or 2 * size == 131072
+        assert peak_moment(recipe(f"memory.tile_tokens={size}"), 8).total <= USABLE * whole * share
+        assert (
+            peak_moment(recipe(f"memory.tile_tokens={2 * size}"), 8).total > USABLE * whole * share
+            or 2 * size == 131072
+        )
     with pytest.raises(ConfigError, match="the plan of tiles of 1024 tokens needs"):
         largest_tile(recipe(), 8, 1e9)
+
+
+def test_the_plan_leaves_as_much_memory_as_a_run():
+    config = load_config(PlanConfig, RECIPE, [*SHORTER, "memory.tile_tokens=auto", "cluster.memory_gb=20"])
+    assert complete(config).tile_tokens == largest_tile(config, 8, 20e9).tile_tokens < 131072
+
+
+def test_no_tile_fits_and_the_error_names_what_does():
+    words = [*SHORTER, "memory.tile_tokens=auto", "cluster.memory_gb=1.4"]
+    with pytest.raises(ConfigError, match=r"and 1\.1 GB are usable; set parallel\.sequence=2 parallel\.zero_stage=3$"):
+        complete(load_config(PlanConfig, RECIPE, words))
+    complete(load_config(PlanConfig, RECIPE, [*words, "parallel.sequence=2", "parallel.zero_stage=3"]))

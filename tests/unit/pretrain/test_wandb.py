@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def open_metrics(progress: Progress, **run: Any) -> Metrics:
     settings = settings_of(**run)
     config = validate(PretrainConfig, settings, "test")
-    write_run_folder(config, world_size=1, device="cpu")
+    write_run_folder(config, world_size=1, device="cpu", planned={})
     return Metrics(validate(WithSecret, settings, "test"), progress, 1, CPU)
 
 

@@ -67,6 +67,16 @@ def test_metrics_are_those_of_a_comparison(run_folder):
     assert lines[2:] == [header, lines[3], "| 0 | 100 | 4.0000 | 5.5000 (step 50) | 160 | 2.50 |", *lines[5:]]
 
 
+def test_the_newest_launch_stands_beside_its_plan(run_folder):
+    assert "tost plan" not in metrics(RunRecord.read(run_folder))
+    planned = {"memory_peak_bytes": 2.25e9, "tokens_per_second": 400.0}
+    (run_folder / "env.json").write_text(json.dumps({"planned": planned}))
+    text = metrics(RunRecord.read(run_folder))
+    assert "| peak memory of a rank (GB) | 2.50 | 2.25 |\n| tokens/s | 320 | 400 |" in text
+    add_rows(run_folder / "events.jsonl", {"step": 100, "event": "resumed", "time": "…", "ranks": 2})
+    assert "tost plan" not in metrics(RunRecord.read(run_folder))  # nothing is measured yet
+
+
 def test_events_have_reasons_and_samples(run_folder):
     add_rows(
         run_folder / "events.jsonl",

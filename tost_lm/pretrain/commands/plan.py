@@ -30,8 +30,9 @@ from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
 from tost_lm.pretrain.plan.activations import costs_of
 from tost_lm.pretrain.plan.memory import checkpoint_bytes, peak_moment
-from tost_lm.pretrain.plan.settings import PlanConfig
+from tost_lm.pretrain.plan.settings import SPREAD, PlanConfig
 from tost_lm.pretrain.plan.traffic import collectives, tiles
+from tost_lm.pretrain.settings import longer_batches
 from tost_lm.remote import RemotePath
 
 LIST = re.compile(r"[\w.]+=[^][{}\"',]+(,[^][{}\"',]+)+")
@@ -47,23 +48,37 @@ Row = tuple[str, str, str]
 
 
 def main(path: Path, config: PlanConfig) -> None:
+    """Print the tables of all stages. Raises ConfigError, with a line for each stage that does not fit."""
+    for warning in longer_batches(path, config):
+        print(f"warning: {warning}", file=sys.stderr)
+    problems, seconds = list[str](), 0.0
     for stage in config.in_stages():
         if config.stages:
             print(f"\n## Stage {stage.name}: steps {stage.first_step + 1:,} to {stage.config.train.steps:,}\n")
         assert isinstance(stage.config, PlanConfig)
-        _print_stage(stage.config, stage.steps)
+        problem = None
+        try:
+            one = plan_fit.complete(stage.config)
+            seconds += plan.step_seconds(one).total * stage.steps
+            _print_stage(one, stage.steps)
+            problem = plan_fit.memory_problem(one)
+        except ConfigError as error:
+            problem = str(error)
+        if problem:
+            problems.append(f"stage {stage.name}: {problem}" if config.stages else problem)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if config.stages:
+        print("\n## All stages\n")
+        print(markdown([("", "", "details"), *cost_rows(config, seconds)]))
 
 
 def _print_stage(config: PlanConfig, steps: int) -> None:
-    """Raises ConfigError if the stage does not fit."""
-    config = plan_fit.complete(config)
     corpus, too_short = corpus_rows(config, steps)
     if too_short:
         print(f"warning: {too_short}", file=sys.stderr)
     needs = [*memory_rows(config), *traffic_rows(config), *time_rows(config, steps), *disk_rows(config)]
     print(markdown([("", "", "details"), *model_rows(config, steps), *corpus, *needs]))
-    if problem := plan_fit.memory_problem(config):
-        raise ConfigError(problem)
 
 
 def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Sequence[str]) -> None:
@@ -75,18 +90,32 @@ def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Seque
     rows, problems = list[tuple[str, ...]](), list[ConfigError]()
     for value in values.split(","):
         try:
-            one = plan_fit.complete(load_config(PlanConfig, file, [*given, *others, f"{setting}={value}"]))
-            seconds, memory = plan.step_seconds(one).total, plan_fit.gpu_bytes(one) / 1e9
-            fits, rate = plan_fit.memory_problem(one) or "yes", f"{one.batch_tokens / seconds:,.0f}"
-            used, sent = f"{memory:.2f} of {one.cluster.memory_gb:g}", sum(c.sent_bytes for c in collectives(one))
-            rows.append((value, layout(one), used, f"{sent / 1e9:.2f}", duration(seconds), rate, fits))
+            rows += _rows_of_stages(value, load_config(PlanConfig, file, [*given, *others, f"{setting}={value}"]))
         except ConfigError as error:
             problems.append(error)
             reason = "; ".join(str(error).replace(f"{file}: ", "").splitlines())
-            rows.append((value, "impossible", *"––––", reason))
+            rows.append((value, "impossible", *"–––––", reason))
     if len(problems) == len(rows):
         raise problems[0]
-    print(markdown([(setting, "layout", "GB per GPU", "GB sent a step", "time per step", "tokens/s", "fits"), *rows]))
+    head = (setting, "layout", "GB per GPU", "GB sent a step", "time per step", "tokens/s", "GPU hours", "fits")
+    print(markdown([head, *rows]))
+
+
+def _rows_of_stages(value: str, config: PlanConfig) -> Iterator[tuple[str, ...]]:
+    """A row for each stage, and their sum. Raises ConfigError if a stage is impossible."""
+    total = 0.0
+    for stage in config.in_stages():
+        assert isinstance(stage.config, PlanConfig)
+        one = plan_fit.complete(stage.config)
+        seconds, memory = plan.step_seconds(one).total, plan_fit.gpu_bytes(one) / 1e9
+        hours = seconds * stage.steps / 3600 * one.cluster.ranks
+        total += hours
+        used, sent = f"{memory:.2f} of {one.cluster.memory_gb:g}", sum(c.sent_bytes for c in collectives(one)) / 1e9
+        name, rate = f"{value}, {stage.name}" if config.stages else value, f"{one.batch_tokens / seconds:,.0f}"
+        fits = plan_fit.memory_problem(one) or "yes"
+        yield name, layout(one), used, f"{sent:.2f}", duration(seconds), rate, f"{hours:,.0f}", fits
+    if config.stages:
+        yield f"{value}, all stages", *"–––––", f"{total:,.0f}", ""
 
 
 def in_place_of(folder: Path) -> tuple[Path, list[str]]:
@@ -176,43 +205,57 @@ def memory_rows(config: PlanConfig) -> Iterator[Row]:
 def traffic_rows(config: PlanConfig) -> Iterator[Row]:
     for one in collectives(config):
         calls = f"{_count(one.calls, one.kind)} over {one.ranks} ranks"
-        milliseconds = f"{1e3 * one.seconds(config.cluster):.3g} ms"
-        yield f"sent per rank and step: {one.content}", in_units(one.sent_bytes), f"{calls}, {milliseconds}"
+        seconds = duration(one.seconds(config.cluster))
+        yield f"sent per rank and step: {one.content}", in_units(one.sent_bytes), f"{calls}, {seconds}"
 
 
 def time_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
     step, cluster = plan.step_seconds(config), config.cluster
     operator, elementwise = plan.operator_bytes_per_token(config), plan.elementwise_bytes_per_token(config)
     launches = f"{plan.launches(config):,.0f} launches at {cluster.launch_us:.3g} µs"
-    host = f"host {1e3 * plan.host_seconds(config):.3g} ms"
+    host = f"host {duration(plan.host_seconds(config))}"
     peak = f"of {plan.peak(config) / 1e12:g} TFLOP/s"
     activation = {"gelu": "GELU", "swiglu": "SwiGLU"}[config.model.mlp]
     bandwidth = f"at {cluster.achieved_memory_bandwidth:.0%} of {cluster.memory_gb_s:g} GB/s"
     sources = {
         "products": f"at {cluster.achieved_flops:.0%} {peak}",
-        "attention": f"at {cluster.achieved_attention_flops:.0%} {peak}{_of_busiest(config)}",
+        "attention": f"at {plan.attention_rate(config):.0%} {peak}{_of_busiest(config)}",
         "operator": f"as {in_units(operator)} per token {bandwidth}",
         "elementwise": f"as {in_units(elementwise)} per token; norms, {activation}, LayerScale, residual sums",
         "loss": f"{in_units(plan.bytes_moved_by_loss(config))} beside its products",
         "launches": f"{host}, less the above: {launches}",
         "optimizer": _of_optimizer(config),
         "communication": _of_collectives(config, step.communication),
+        "imbalance": f"of {_count(cluster.nodes, 'node')}",
     }
     for name, seconds in step._asdict().items():
-        yield f"time per step: {name}", f"{1e3 * seconds:.3g} ms", sources[name]
-    yield "time per step", f"{1e3 * step.total:.3g} ms", "sum"
-    rate, seconds = config.batch_tokens / step.total, step.total * steps
+        yield f"time per step: {name}", duration(seconds), sources[name]
+    yield "time per step", duration(step.total), f"sum{_of_published(config)}"
+    rate = config.batch_tokens / step.total
     utilization = flops_per_token(config.model, config.train.seq_len).total * rate / (plan.peak(config) * cluster.ranks)
     yield "tokens/s", f"{rate:,.0f}", f"{rate / cluster.ranks:,.0f} per GPU; MFU {utilization:.0%}"
-    hours = seconds / 3600 * cluster.ranks
-    yield "duration of the run", duration(seconds), f"{hours:,.0f} GPU hours, steps only"
-    if price := cluster.gpu_hour_price:
-        yield "price of the run", f"{hours * price:,.0f}", f"at {price:g} for a GPU hour"
+    yield from cost_rows(config, step.total * steps)
+
+
+def cost_rows(config: PlanConfig, seconds: float) -> Iterator[Row]:
+    """Of so many seconds of steps."""
+    hours = seconds / 3600 * config.cluster.ranks
+    yield "duration", duration(seconds), f"{hours:,.0f} GPU hours, steps only"
+    if price := config.cluster.gpu_hour_price:
+        yield "price", f"{hours * price:,.0f}", f"at {price:g} for a GPU hour"
 
 
 def _of_collectives(config: PlanConfig, exposed: float) -> str:
     hidden = sum(one.seconds(config.cluster) for one in collectives(config)) - exposed
-    return f"beside {1e3 * hidden:.3g} ms behind forwards and backwards" if hidden > 0 else "no overlap"
+    return f"beside {duration(hidden)} hidden by forwards and backwards" if hidden > 0 else "no overlap"
+
+
+def _of_published(config: PlanConfig) -> str:
+    """How far plans for such GPUs were from published runs."""
+    if config.cluster.preset not in SPREAD:
+        return "; no published run on such GPUs was planned"
+    least, most, rows = SPREAD[config.cluster.preset]
+    return f"; planned over published tokens/s was {least:.2f} to {most:.2f} in {_count(rows, 'run')} on such GPUs"
 
 
 def _of_busiest(config: PlanConfig) -> str:
@@ -247,10 +290,9 @@ def in_units(size: float, unit: str = "B") -> str:
 
 def duration(seconds: float) -> str:
     """A duration in the largest unit that it reaches."""
-    unit, size = next(
-        ((u, n) for u, n in (("days", 86400), ("hours", 3600), ("minutes", 60)) if seconds >= n), ("s", 1)
-    )
-    return f"{seconds / size:.3g} {unit}"
+    units = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1, "ms": 1e-3, "µs": 1e-6}
+    unit = next((unit for unit, size in units.items() if seconds >= size), "s")
+    return f"{seconds / units[unit]:.3g} {unit}"
 
 
 def _of_optimizer(config: PlanConfig) -> str:

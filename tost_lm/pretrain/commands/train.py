@@ -26,7 +26,7 @@ from tost_lm.command_line import EXIT_STOPPED, ignore_output_errors, run_program
 from tost_lm.errors import ConfigError, install_hint
 from tost_lm.parallel.launch import end_for_next_stage, start_ranks
 from tost_lm.pretrain.loggers import logger_of
-from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.pretrain.settings import PretrainConfig, longer_batches
 
 if TYPE_CHECKING:
     from tost_lm.checkpointing.uploads import Uploads
@@ -57,6 +57,8 @@ def main(path: Path, config: PretrainConfig) -> None:
     from tost_lm.pretrain.folder import NEXT_STAGE
 
     upload, is_first = config.upload_folder, os.environ.get("RANK", "0") == "0"
+    for warning in longer_batches(path, config) if is_first else ():
+        print(f"warning: {warning}", flush=True)
     with open_uploads(upload, config.run_folder) if upload and is_first else nullcontext() as uploads:
         reason = _train(config, graceful_stop, uploads, print if is_first else lambda line: None)
     if reason == NEXT_STAGE:

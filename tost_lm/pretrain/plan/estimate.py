@@ -3,9 +3,11 @@
 Times are sums, but weights and gradients of blocks are sent while others are computed (`exposed_seconds`). The
 fractions of published hardware figures that a run reaches are settings (`cluster.achieved_flops`,
 `cluster.achieved_memory_bandwidth`, `cluster.achieved_bandwidth`). The constants below are from one GPU, an NVIDIA
-H200, whose cells are in `results/benchmarks/gpu_nvidia-h200.json`. Bytes and launches are counted.
+H200, whose cells are in `results/benchmarks/gpu_nvidia-h200.json`, but for SLOWED and IMBALANCE, which are fitted to
+published runs (`python -m benchmarks.published`). Bytes and launches are counted.
 """
 
+import math
 from typing import NamedTuple
 
 from tost_lm.errors import ConfigError
@@ -40,6 +42,9 @@ COMPILED_BLOCK_LAUNCHES = 16 + PRODUCTS
 operations of the mixer around its operators."""
 MODEL_LAUNCHES = 22
 """Operations outside the blocks for a tile of a micro-batch: embedding, last norm and loss."""
+SLOWED, IMBALANCE = 0.4, 0.01
+"""Fraction of the time of hidden collectives by which they slow down what they run behind, and of the step by which the
+ranks wait for each other at each doubling of the nodes."""
 UPDATE_LAUNCHES = 24
 """Operations after the last backward, of AdamW 4, beside two for each parameter: its norm, and its copy in bfloat16."""
 
@@ -57,7 +62,9 @@ class Step(NamedTuple):
     launches: float
     """Time by which the host's launches of kernels exceed those before."""
     communication: float
-    """Time in which the ranks wait for collectives."""
+    """Time in which the ranks wait for collectives, or are slowed down by those that run behind."""
+    imbalance: float
+    """Waits of all nodes for the slowest one."""
 
     @property
     def total(self) -> float:
@@ -72,29 +79,38 @@ def step_seconds(config: PlanConfig) -> Step:
     rate = tokens / peak(config)
     found = Step(
         products=(flops.products.total + products_again) * rate / cluster.achieved_flops,
-        attention=(flops.attention.total + attention_again) * rate / cluster.achieved_attention_flops * busiest(config),
+        attention=(flops.attention.total + attention_again) * rate / attention_rate(config) * busiest(config),
         operator=tokens * operator_bytes_per_token(config) / bandwidth(config) + mixer_kernel_seconds(config),
         elementwise=tokens * elementwise_bytes_per_token(config) / bandwidth(config),
         loss=bytes_moved_by_loss(config) / bandwidth(config),
         optimizer=optimizer_seconds(config),
         launches=0.0,
         communication=0.0,
+        imbalance=0.0,
     )
     found = found._replace(launches=max(0.0, host_seconds(config) - found.total))
-    return found._replace(communication=exposed_seconds(config, found.total - found.optimizer))
+    found = found._replace(communication=exposed_seconds(config, found.total - found.optimizer))
+    return found._replace(imbalance=found.total * IMBALANCE * math.log2(cluster.nodes))
 
 
 def exposed_seconds(config: PlanConfig, computed: float) -> float:
     """Time of collectives beyond that in which forwards and backwards compute at the same time, given the seconds of
-    all forwards and backwards of a step. A backward takes twice the time of a forward, and that of recomputation."""
+    all forwards and backwards of a step, and SLOWED of the rest. A backward takes twice the time of a forward, and that
+    of recomputation."""
     found, in_forwards = collectives(config), 1 + fraction_computed_twice(config)
     exposed = sum(one.seconds(config.cluster) for one in found if not one.during)
     for during, passes in (("forward", in_forwards), ("backward", mixer_forwards(config) + 2 - in_forwards)):
         behind = [one for one in found if one.during == during]
         seconds = sum(one.seconds(config.cluster) for one in behind)
         hidden = computed * passes / (mixer_forwards(config) + 2) * max((one.passes for one in behind), default=0.0)
-        exposed += max(0.0, seconds - hidden)
+        exposed += max(SLOWED * seconds, seconds - (1 - SLOWED) * hidden)
     return exposed
+
+
+def attention_rate(config: PlanConfig) -> float:
+    """Fraction of the peak that products between tokens reach, in the slowest mixer."""
+    slowest = min(costs_of(config, spec).attention_rate for spec, _ in config.model.mixers)
+    return config.cluster.achieved_attention_flops * slowest
 
 
 def busiest(config: PlanConfig) -> float:

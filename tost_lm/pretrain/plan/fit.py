@@ -1,14 +1,17 @@
 """Whether a run fits the memory of its nodes, and the nearest settings that do."""
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from tost_lm.config import differences, leaves
+from tost_lm.config import differences, leaves, validate
 from tost_lm.errors import ConfigError
+from tost_lm.pretrain.plan.estimate import step_seconds
 from tost_lm.pretrain.plan.memory import checkpoint_bytes, largest_tile, peak_moment, weights_and_optimizer
-from tost_lm.pretrain.plan.settings import PlanConfig
+from tost_lm.pretrain.plan.settings import CLUSTERS, PlanConfig
 from tost_lm.pretrain.plan.traffic import tiles
+from tost_lm.pretrain.settings import PretrainConfig
 
 
 def host_bytes(config: PlanConfig) -> float:
@@ -33,12 +36,40 @@ def complete(config: PlanConfig) -> PlanConfig:
         ConfigError: the GPUs cannot share the batch, or no tile fits.
     """
     config = config.on_ranks(config.cluster.ranks)
-    return _with_largest_tile(config) if config.memory.tile_tokens == "auto" else config
+    if config.memory.tile_tokens != "auto":
+        return config
+    try:
+        return _with_largest_tile(config)
+    except ConfigError as error:
+        fitting = (changes for changes, other in alternatives(config) if _has_fitting_tile(other))
+        fix = f"set {changes}" if (changes := next(fitting, None)) else "raise cluster.nodes or choose larger GPUs"
+        raise ConfigError(f"{str(error).partition(';')[0]}; {fix}") from None
+
+
+def _has_fitting_tile(config: PlanConfig) -> bool:
+    try:
+        _with_largest_tile(config)
+    except ConfigError:
+        return False
+    return True
 
 
 def _with_largest_tile(config: PlanConfig) -> PlanConfig:
-    cluster = config.cluster
-    return largest_tile(config, cluster.ranks, (cluster.memory_gb - cluster.reserved_gb) * 1e9)
+    return largest_tile(config, config.cluster.ranks, config.cluster.memory_gb * 1e9)
+
+
+def plan_of_run(config: PretrainConfig, ranks: int, device: str) -> dict[str, float]:
+    """What the plan says of a run on so many ranks of a device: bytes of its memory at the peak, and, of a GPU with a
+    preset, tokens per second. Raises as `complete`."""
+    found = {"memory_peak_bytes": peak_moment(config, ranks).total}
+    preset = next((preset for preset, figures in CLUSTERS.items() if figures["device"] == device), None)
+    if preset:
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        cluster = {"preset": preset, "nodes": ranks // on_node, "gpus_per_node": on_node}
+        tree = config.model_dump(mode="json", exclude={"model": {"plugins"}, "stages": True})
+        planned = validate(PlanConfig, {**tree, "cluster": cluster}, "plan")
+        found["tokens_per_second"] = planned.batch_tokens / step_seconds(planned).total
+    return found
 
 
 def memory_problem(config: PlanConfig) -> str | None:

@@ -57,6 +57,8 @@ from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.sizes import BUCKET_ELEMENTS, CAST_ELEMENTS, DEVICE_LOGITS_BYTES, LOGITS_BYTES
 
 SMALLEST_TILE = 1024  # tokens
+USABLE = 0.8
+"""Fraction of a rank's free memory that tiles may fill; the plan does not count all memory."""
 AnyPretrainConfig = TypeVar("AnyPretrainConfig", bound=PretrainConfig)
 
 LOSS, START, END = "at the loss", "at the start of a backward", "at the end of a backward"
@@ -190,14 +192,15 @@ def peak_moment(config: PretrainConfig, ranks: int) -> Moment:
     return max(moments(config, ranks), key=lambda moment: moment.total)
 
 
-def largest_tile(config: AnyPretrainConfig, ranks: int, limit: float) -> AnyPretrainConfig:
-    """The configuration with the largest tile, a power of two or the row, whose planned peak is at most `limit` bytes.
+def largest_tile(config: AnyPretrainConfig, ranks: int, free: float) -> AnyPretrainConfig:
+    """The configuration with the largest tile, a power of two or the row, whose planned peak fits the usable fraction
+    of `free` bytes.
 
     Raises:
         ConfigError: no tile fits.
     """
     sizes = [size for power in range(30) if (size := SMALLEST_TILE << power) < config.row_tokens]
-    needed = 0.0
+    needed, limit = 0.0, USABLE * free
     for size in [config.row_tokens, *reversed(sizes)]:
         memory = config.memory.model_copy(update={"tile_tokens": size})
         tiled = config.model_copy(update={"memory": memory})
@@ -205,8 +208,8 @@ def largest_tile(config: AnyPretrainConfig, ranks: int, limit: float) -> AnyPret
             return tiled
     raise ConfigError(
         f"memory.tile_tokens auto: the plan of tiles of {min(config.row_tokens, SMALLEST_TILE)} tokens needs "
-        f"{needed / 1e9:.1f} GB per rank, and {limit / 1e9:.1f} GB are usable; increase parallelism (parallel.tensor, "
-        "parallel.zero_stage) or set a number"
+        f"{needed / 1e9:.1f} GB per rank, and {limit / 1e9:.1f} GB are usable; raise parallel.sequence or "
+        "parallel.zero_stage, or launch more ranks; tost plan names settings that fit"
     )
 
 

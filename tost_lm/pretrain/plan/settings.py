@@ -20,6 +20,13 @@ CLUSTERS: dict[Preset, dict[str, Any]] = {
 }
 # Measured by benchmarks.gpu, in results/benchmarks/gpu_nvidia-h200.json.
 CLUSTERS["h200-sxm"] |= {"achieved_memory_bandwidth": 0.875, "launch_us": 37}
+# Fitted by benchmarks.published to its fitted sources, as SLOWED and IMBALANCE in estimate.py.
+CLUSTERS["a100-sxm"] |= {"achieved_flops": 0.84}
+CLUSTERS["h100-sxm"] |= {"achieved_flops": 0.72}
+SPREAD: dict[Preset, tuple[float, float, int]] = {
+    "a100-sxm": (0.75, 1.04, 9), "h100-sxm": (0.79, 1.19, 19), "h200-sxm": (1.00, 1.13, 3), "b200-sxm": (1.39, 1.39, 1),
+}  # fmt: skip
+"""Planned over published tokens/s, least and most, and rows, of sources that nothing was fitted to, by the same."""
 
 
 class ClusterConfig(Section):
@@ -30,7 +37,7 @@ class ClusterConfig(Section):
     nodes: int = Field(default=1, gt=0)
     """Number of nodes."""
     gpus_per_node: int = Field(default=8, gt=0)
-    """GPUs, and ranks, per node; without it launch.ranks, or else 8."""
+    """GPUs, and ranks, per node; without it launch.ranks or launch.cpu_ranks of the recipe, or else 8."""
     device: str
     """Name of the GPU as torch.cuda.get_device_name() returns it; it determines the peak FLOP/s."""
     peak_tflops: float | None = Field(default=None, gt=0)
@@ -53,8 +60,8 @@ class ClusterConfig(Section):
     """Write rate of one rank to the shared file system in GB/s."""
     achieved_flops: float = Field(default=0.7, gt=0, le=1)
     """Fraction of the peak FLOP/s that matrix products reach: as on an H200."""
-    achieved_attention_flops: float = Field(default=0.25, gt=0, le=1)
-    """Fraction of the peak FLOP/s that flash attention reaches: as on an H200 with 131,072 tokens; 0.13 with 1,024."""
+    achieved_attention_flops: float = Field(default=0.35, gt=0, le=1)
+    """Fraction of the peak FLOP/s that flash attention reaches with long rows in heads of 128 channels: Flash Attention 2 on an H200; Flash Attention 3 about 0.55."""
     achieved_memory_bandwidth: float = Field(default=0.85, gt=0, le=1)
     """Fraction of the memory bandwidth that operations reach: measured on an H200, otherwise assumed."""
     achieved_bandwidth: float = Field(default=0.7, gt=0, le=1)
@@ -86,9 +93,10 @@ class PlanConfig(PretrainConfig):
     @classmethod
     def _as_many_gpus_as_ranks(cls, values: Any) -> Any:
         launch, cluster = (values.get(name, {}) for name in ("launch", "cluster"))
-        if isinstance(launch, dict) and isinstance(cluster, dict) and isinstance(launch.get("ranks"), int):
-            return {**values, "cluster": {"gpus_per_node": launch["ranks"], **cluster}}
-        return values
+        if not isinstance(launch, dict) or not isinstance(cluster, dict):
+            return values
+        ranks = launch.get("ranks") or launch.get("cpu_ranks")
+        return {**values, "cluster": {"gpus_per_node": ranks, **cluster}} if isinstance(ranks, int) else values
 
     @property
     def micro_batches(self) -> int:
