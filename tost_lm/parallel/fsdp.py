@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 
@@ -310,8 +311,11 @@ def _shard(root: _Root, mesh: Mesh, parallel: ParallelConfig, *, bfloat16: bool)
     if len(blocks) > 1 or gathers_again:
         for bucket in blocks:
             fully_shard(bucket, reshard_after_forward=gathers_again, **options)
-    if gathers_again and root.model.head.weight is not None:
-        fully_shard(root.model.embedding, reshard_after_forward=True, **options)
+    if gathers_again and not root.model.config.tied_head:
+        fully_shard(root.model.embedding, reshard_after_forward=True, **options).set_unshard_in_backward(False)
+        # Its backward follows at once.
+        fully_shard(root.model.head, reshard_after_forward=False, **options)
+        register_fsdp_forward_method(root.model.head, "logits")
     # Its weights are needed first and last; `logits` are computed after the call.
     fully_shard(root, reshard_after_forward=False, **options)
 
