@@ -148,10 +148,12 @@ def test_an_untied_head_is_whole_while_it_computes(tensor: int):
 
 def call_with(plants: list[str], function: Any, *arguments: Any) -> Any:
     """The result of a function of this module while mistakes are planted."""
-    backward = lambda engine, loss, *_: torch.autograd.backward(loss, torch.full_like(loss, 1 / engine._accumulation))
+    without_states = lambda engine, roots, *_: torch.autograd.backward(
+        roots[0], torch.full_like(roots[0], 1 / engine._accumulation)
+    )
     policy = lambda **options: MixedPrecisionPolicy(**{**options, "cast_forward_inputs": True})
     planted = {
-        "no gradients of states": (patch.object(fsdp.TorchEngine, "backward", backward),),
+        "no gradients of states": (patch.object(fsdp.TorchEngine, "_backward", without_states),),
         "cast inputs": (
             patch.object(fsdp, "MixedPrecisionPolicy", policy),
             patch.object(fsdp, "_Call", lambda *inputs: inputs),

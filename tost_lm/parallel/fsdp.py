@@ -69,15 +69,8 @@ class TorchEngine(Engine):
     def set_training(self, training: bool) -> None:
         self.module.train(training)
 
-    def backward(
-        self,
-        loss: Tensor,
-        states: Sequence[Tensor] = (),
-        d_states: Sequence[Tensor] = (),
-        *,
-        ends_step: bool = True,
-    ) -> None:
-        torch.autograd.backward([loss, *states], [torch.full_like(loss, 1 / self._accumulation), *d_states])
+    def _backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor], ends_step: bool) -> None:
+        torch.autograd.backward(roots, [torch.full_like(roots[0], 1 / self._accumulation), *d_states])
 
     def collect(self) -> None:
         """Reduce the gradients of this step, to those of `parameters`."""
@@ -155,8 +148,8 @@ class PlainEngine(TorchEngine):
         return self.module(*arguments, **options)
 
     @torch.no_grad()
-    def backward(self, *arguments: Any, **options: Any) -> None:
-        super().backward(*arguments, **options)
+    def _backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor], ends_step: bool) -> None:
+        super()._backward(roots, d_states, ends_step)
         if self._bfloat16:
             self._add_gradients()
 
@@ -238,18 +231,11 @@ class ShardedEngine(TorchEngine):
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
         return self._root(_Call(arguments, options))
 
-    def backward(
-        self,
-        loss: Tensor,
-        states: Sequence[Tensor] = (),
-        d_states: Sequence[Tensor] = (),
-        *,
-        ends_step: bool = True,
-    ) -> None:
+    def _backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor], ends_step: bool) -> None:
         self._root.set_requires_gradient_sync(ends_step or self._stage > 1)
         self._root.set_requires_all_reduce(ends_step)
         self._root.set_reshard_after_backward(ends_step or self._stage == 3)
-        super().backward(loss, states, d_states)
+        super()._backward(roots, d_states, ends_step)
 
     def _collect(self) -> None:
         for parameter, shard in self._shard_of.items():
