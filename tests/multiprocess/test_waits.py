@@ -30,7 +30,8 @@ from tost_lm.mixers.registry import SPECS
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.streaming import prefill
 from tost_lm.model.transforms import compile_blocks
-from tost_lm.parallel.graceful_stop import GracefulStop, StopOfRanks
+from tost_lm.parallel.checksums import Checksums
+from tost_lm.parallel.graceful_stop import GracefulStop, StopOfRanks, StopRequestedError
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.rank_times import RankTimes
 from tost_lm.pretrain.step import train_step
@@ -138,13 +139,17 @@ def waits_of_a_step(engine: Any, tiling: Tiling, batch: Callable[[int], Batch]) 
     """The waits of a step, after two steps with other batches; and its messages of a few numbers."""
     columns = np.concatenate([np.arange(*tile.columns) for tile in tiling.tiles])
     stop = StopOfRanks(GracefulStop(), dist.get_world_size(), lambda: 0.0)
-    times = RankTimes(engine.module, engine.mesh)
+    times, checksums = RankTimes(engine.module, engine.mesh), Checksums(engine, 100)
 
     def step(number: int) -> None:
         tokens, labels, ends = batch(number)
         here = Batch(tokens[..., columns], labels[..., columns], ends)
         times.begin_step(0.0)
-        train_step(engine, micro_batches(here, engine.mesh.device), tiling, 1e-3, stop=stop, numbers=times.take())
+        train_step(
+            engine, micro_batches(here, engine.mesh.device), tiling, 1e-3, before_update=checksums.before_update,
+            stop=stop, numbers=times.take(),
+        )  # fmt: skip
+        checksums.after_update(number)
 
     for number in range(2):
         step(number)
@@ -215,10 +220,34 @@ def test_a_step_of_two_micro_batches_waits_only_for_the_loss_and_the_gradient_no
     # What the ranks compared after the first micro-batch is read when the second one is queued.
     between = {"mesh.py:<lambda>": 1} if parallel.sequence > 1 else {}
     messages = 4 if parallel.sequence > 1 else 0  # labels, that comparison, losses with the votes, norm
+    # Copies are compared every hundredth step, other memory before each update.
+    of_memory = {"checksums.py:check": 1} if parallel.zero_stage else {}
     for of_rank in run_on_ranks(waits_of_steps, parallel.sequence, parallel, bfloat16, compiled):
         for waits, small in of_rank:
-            assert waits == {"step.py:results": 1, **OF_UPDATE, **between}
+            assert waits == {"step.py:results": 1, **OF_UPDATE, **between, **of_memory}
             assert small == messages
+
+
+def micro_batches_begun_before_a_stop() -> tuple[int, bool]:
+    """How many of eight begin if the second rank receives a request in the third; and whether weights stay."""
+    engine, graceful_stop, begun = build_engine(ParallelConfig(), "adamw", accumulation=8), GracefulStop(), []
+    graceful_stop.start_training(lambda: "")
+
+    def begin(*_: Any) -> None:
+        begun.append(None)
+        if len(begun) == 3 and engine.mesh.data.rank == 1:
+            graceful_stop.request()
+
+    engine.module.register_forward_pre_hook(begin)
+    before, stop = dict(engine.full_weights()), StopOfRanks(graceful_stop, dist.get_world_size(), lambda: 0.0)
+    batches = 4 * micro_batches(rows(0), engine.mesh.device)
+    with pytest.raises(StopRequestedError):
+        train_step(engine, batches, tile(engine.mesh, T), 1e-3, stop=stop)
+    return len(begun), all(torch.equal(before[name], weight) for name, weight in engine.full_weights())
+
+
+def test_a_stop_abandons_a_step_when_the_next_micro_batch_is_queued():
+    assert run_on_ranks(micro_batches_begun_before_a_stop, 2) == [(4, True)] * 2
 
 
 EMA = (CHECKOUT / "experiments/gated_ema.py").read_text()
