@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from training_on_layouts import (
     LR,
     Record,
@@ -37,6 +38,7 @@ STEPS, GRAD_CLIP, ROWS = 12, 0.5, 2
 OFFSETS = (0, 7, T, T + 15, 2 * T)
 """Of the documents of each packed row."""
 PATTERNS: list[dict[str, Any]] = [{"pattern": "DDDA", "layers": 4}, {"pattern": "TTA", "layers": 3}]
+UNTIED = {**PATTERNS[0], "tied_head": False}
 COUNT = 131_071  # bfloat16 would round it to 131,072
 
 
@@ -85,22 +87,73 @@ def losses_on(layout: ParallelConfig, tile_tokens: int | None, **model: Any) -> 
     return losses
 
 
+ON_TWO = [(layout_of(zero_stage=3), tile_tokens) for tile_tokens in (None, 20)]
+ON_FOUR = [
+    *((layout_of(sequence=2, zero_stage=stage), 20 if stage == 3 else None) for stage in (1, 2, 3)),
+    (layout_of(tensor=2, sequence=2, zero_stage=3), None),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", PATTERNS, ids=["DDDA", "TTA"])
-def test_losses_of_twelve_steps_are_those_of_one_process(model: dict[str, Any]):
-    layouts = [(layout_of(sequence=2, zero_stage=stage), 20 if stage == 3 else None) for stage in (1, 2, 3)]
-    layouts += [(layout_of(tensor=2, sequence=2, zero_stage=3), None)]
+@pytest.mark.parametrize(
+    ("ranks", "layouts", "model"),
+    [*((4, ON_FOUR, model) for model in PATTERNS), (2, ON_TWO, UNTIED)],
+    ids=["DDDA", "TTA", "untied head"],
+)
+def test_losses_of_twelve_steps_are_those_of_one_process(
+    ranks: int, layouts: list[tuple[ParallelConfig, int | None]], model: dict[str, Any]
+):
     expected = losses_of_one_process(**model)
-    for found in run_on_ranks(losses_on_layouts, 4, layouts, model, timeout_s=280)[0]:
+    for found in run_on_ranks(losses_on_layouts, ranks, layouts, model, timeout_s=280)[0]:
         assert found == pytest.approx(expected, rel=2e-5)
+
+
+def logits_and_whole_weights(tensor: int) -> tuple[list[tuple[Tensor, Tensor]], list[set[str]]]:
+    """Logits before and after a step, beside those of one process; and the weights that are whole after a forward
+    without labels, its logits, the step, a forward with labels and the backward."""
+    engine = build_engine(layout_of(tensor=tensor, zero_stage=3), "adamw", tied_head=False)
+    tokens, labels = global_batch(0)
+    logits, whole = [], []
+
+    def look() -> None:
+        parameters = engine.module.named_parameters()
+        whole.append({name for name, parameter in parameters if not isinstance(parameter, DTensor)})
+
+    def compare() -> None:
+        alone = build_model(tied_head=False)
+        alone.load_state_dict(dict(engine.full_weights()))
+        with torch.no_grad():
+            output = engine(tokens, output_state=False)
+            look()
+            logits.append((output.logits, alone(tokens).logits))
+
+    compare()
+    look()
+    train_steps(engine, "adamw", range(1))
+    look()
+    compare()
+    engine.backward(engine(tokens, labels=labels, output_state=False).loss)
+    look()
+    return logits, whole
+
+
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_untied_head_is_whole_while_it_computes(tensor: int):
+    ends = {"positions.weight", "norm.weight", "norm.bias"}
+    for logits, whole in run_on_ranks(logits_and_whole_weights, 2 * tensor, tensor):
+        for found, expected in logits:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert whole == [ends, ends | {"head.weight"}, set(), ends, set()]
 
 
 def call_with(plants: list[str], function: Any, *arguments: Any) -> Any:
     """The result of a function of this module while mistakes are planted."""
-    backward = lambda engine, loss, *_: torch.autograd.backward(loss, torch.full_like(loss, 1 / engine._accumulation))
+    without_states = lambda engine, roots, *_: torch.autograd.backward(
+        roots[0], torch.full_like(roots[0], 1 / engine._accumulation)
+    )
     policy = lambda **options: MixedPrecisionPolicy(**{**options, "cast_forward_inputs": True})
     planted = {
-        "no gradients of states": (patch.object(fsdp.TorchEngine, "backward", backward),),
+        "no gradients of states": (patch.object(fsdp.TorchEngine, "_backward", without_states),),
         "cast inputs": (
             patch.object(fsdp, "MixedPrecisionPolicy", policy),
             patch.object(fsdp, "_Call", lambda *inputs: inputs),

@@ -48,10 +48,9 @@ def test_four_ranks_train_as_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("offload", "stages"), [("optimizer", (2, 3)), ("all", (3,))])
-def test_offloading_changes_nothing(offload: str, stages: tuple[int, ...]):
-    layout = {"sequence": 2, "offload": offload}
-    for record in run_on_ranks(train_in_stages, 2, layout, stages, "adamw")[0]:
+def test_offloading_changes_nothing():
+    layout = {"sequence": 2, "offload": "optimizer"}
+    for record in run_on_ranks(train_in_stages, 2, layout, (2, 3), "adamw")[0]:
         record.assert_as_one_process("adamw", GRAD_CLIP)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from all_to_alls import by_all_to_alls
 from executing import KINDS, executed, in_process
@@ -12,15 +13,19 @@ from fake_rank import fake_world
 from memory_of_training import Measured, Settings, settings_of, train_measured
 from other_forms import OTHER_FORMS
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 
 from tost_lm import sizes
 from tost_lm.config import validate
 from tost_lm.parallel import mesh
+from tost_lm.parallel.engine import Engine
 from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.pretrain.engine import build_training_engine
 from tost_lm.pretrain.plan import activations as plan_activations
 from tost_lm.pretrain.plan import traffic
-from tost_lm.pretrain.plan.memory import peak_moment
+from tost_lm.pretrain.plan.memory import moments, peak_moment, weights_and_optimizer
 from tost_lm.pretrain.plan.settings import PlanConfig
+from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.testing import run_on_ranks
 
 RANKS = 2
@@ -74,6 +79,37 @@ def test_messages_of_stages(zero_stage: int, copies: int, tied_head: bool, monke
             for one in traffic.collectives(planned(settings, ranks)):
                 calls[one.kind] += int(one.calls)
             assert {kind: calls for kind, (calls, _) in by_kind(measured).items()} == calls
+
+
+def bytes_of_whole_weights(some: list[Settings]) -> list[tuple[int, int]]:
+    """After the forward, and after the backward."""
+    found = []
+    for settings in some:
+        config = validate(PretrainConfig, settings, "test")
+        engine = build_training_engine(config, mesh.build_mesh(mesh.start_world("cpu"), config.parallel))
+        engine.draw_weights()
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        loss = engine(tokens, labels=tokens, output_state=False).loss
+        assert loss is not None
+        after_forward = _whole_bytes(engine)
+        engine.backward(loss)
+        found.append((after_forward, _whole_bytes(engine)))
+    return found
+
+
+def _whole_bytes(engine: Engine) -> int:
+    whole = (parameter for parameter in engine.module.parameters() if not isinstance(parameter, DTensor))
+    return sum(parameter.untyped_storage().nbytes() for parameter in whole)
+
+
+def test_weights_that_are_whole_are_planned():
+    cases = [(2, False), (3, True), (3, False)]  # ZeRO stage, tied head
+    some = [settings_of(**ODD, data_ranks=RANKS, tied_head=tied, parallel={"zero_stage": n}) for n, tied in cases]
+    for found in run_on_ranks(bytes_of_whole_weights, RANKS, some):
+        for settings, (after_forward, after_backward) in zip(some, found, strict=True):
+            config = planned(settings)
+            assert after_forward == moments(config, RANKS)[0].weights - weights_and_optimizer(config, RANKS)[0]
+            assert after_backward == 0
 
 
 def train_all_measured(some: list[Settings]) -> list[Measured]:

@@ -29,7 +29,9 @@ from tost_lm.mixers.plugins import run_plugin
 from tost_lm.mixers.registry import SPECS
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.streaming import prefill
-from tost_lm.parallel.graceful_stop import GracefulStop, StopOfRanks
+from tost_lm.model.transforms import compile_blocks
+from tost_lm.parallel.checksums import Checksums
+from tost_lm.parallel.graceful_stop import GracefulStop, StopOfRanks, StopRequestedError
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.rank_times import RankTimes
 from tost_lm.pretrain.step import train_step
@@ -54,11 +56,15 @@ BETWEEN = {"test_waits.py", "overrides.py", "_compile.py"}
 
 
 class Reads(TorchDispatchMode):
-    """Records the functions that read values."""
+    """Records the functions that read values, also those of graphs."""
 
     def __init__(self, record: Callable[[], None]) -> None:
         super().__init__()
         self._record = record
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name.partition("::")[2] in READS:
@@ -133,13 +139,17 @@ def waits_of_a_step(engine: Any, tiling: Tiling, batch: Callable[[int], Batch]) 
     """The waits of a step, after two steps with other batches; and its messages of a few numbers."""
     columns = np.concatenate([np.arange(*tile.columns) for tile in tiling.tiles])
     stop = StopOfRanks(GracefulStop(), dist.get_world_size(), lambda: 0.0)
-    times = RankTimes(engine.module, engine.mesh)
+    times, checksums = RankTimes(engine.module, engine.mesh), Checksums(engine, 100)
 
     def step(number: int) -> None:
         tokens, labels, ends = batch(number)
         here = Batch(tokens[..., columns], labels[..., columns], ends)
         times.begin_step(0.0)
-        train_step(engine, micro_batches(here, engine.mesh.device), tiling, 1e-3, stop=stop, numbers=times.take())
+        train_step(
+            engine, micro_batches(here, engine.mesh.device), tiling, 1e-3, before_update=checksums.before_update,
+            stop=stop, numbers=times.take(),
+        )  # fmt: skip
+        checksums.after_update(number)
 
     for number in range(2):
         step(number)
@@ -160,10 +170,32 @@ def packed(step: int) -> Batch:
     return Batch(tokens, tokens, np.array(ends))
 
 
-def waits_of_steps(parallel: ParallelConfig, bfloat16: bool) -> list[tuple[dict[str, int], int]]:
-    """Steps on rows, on packed documents, and on packed documents in tiles."""
-    engine = build_engine(parallel, "adamw", bfloat16=bfloat16, softmax={"window": 8})
-    cases = [(rows, T, None), (packed, 2 * T, None), (packed, 2 * T, 20)]
+def compile_outside_copies(model: TostLM) -> None:
+    """Compile blocks to graphs of PyTorch's own kernels. `Copies` does not see their forwards, for which they would be
+    compiled again."""
+    compile_function = torch.compile
+
+    def compiled(function: Any, **options: Any) -> Any:
+        graph = compile_function(function, **{**options, "backend": "aot_eager"})
+
+        def call(*inputs: Any) -> Any:
+            with torch._C.DisableTorchFunction():
+                return graph(*inputs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", compiled)
+        compile_blocks(model)
+
+
+def waits_of_steps(parallel: ParallelConfig, bfloat16: bool, compiled: bool) -> list[tuple[dict[str, int], int]]:
+    """Steps on rows and, if not compiled, on packed documents, and on packed documents in tiles."""
+    prepare = compile_outside_copies if compiled else lambda model: None
+    engine = build_engine(parallel, "adamw", bfloat16=bfloat16, softmax={"window": 8}, prepare=prepare)
+    cases = [(rows, T, None)]
+    if not compiled:
+        cases += [(packed, 2 * T, None), (packed, 2 * T, 20)]
     return [waits_of_a_step(engine, tile(engine.mesh, tokens, size), batch) for batch, tokens, size in cases]
 
 
@@ -171,25 +203,51 @@ OF_UPDATE, FEW_NUMBERS = {"fsdp.py:update": 1}, 64  # bytes
 
 
 @pytest.mark.parametrize(
-    ("parallel", "bfloat16"),
+    ("parallel", "bfloat16", "compiled"),
     [
-        pytest.param(ParallelConfig(zero_stage=0, sequence=2), False, marks=pytest.mark.slow),
-        pytest.param(ParallelConfig(), True, marks=pytest.mark.quick),
-        pytest.param(ParallelConfig(sequence=2), True, marks=pytest.mark.slow),
-        pytest.param(ParallelConfig(sequence=2, zero_stage=3), True, marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(zero_stage=0, sequence=2), False, False, marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(), True, False, marks=pytest.mark.quick),
+        (ParallelConfig(), True, True),
+        pytest.param(ParallelConfig(sequence=2), True, False, marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(sequence=2), True, True, marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(sequence=2, zero_stage=3), True, False, marks=pytest.mark.slow),
     ],
-    ids=["replicas in float32", "bfloat16", "two sequence ranks", "stage 3"],
+    ids=["replicas in float32", "bfloat16", "compiled", "two ranks", "two ranks, compiled", "stage 3"],
 )
 def test_a_step_of_two_micro_batches_waits_only_for_the_loss_and_the_gradient_norm_at_its_end(
-    parallel: ParallelConfig, bfloat16: bool
+    parallel: ParallelConfig, bfloat16: bool, compiled: bool
 ):
     # What the ranks compared after the first micro-batch is read when the second one is queued.
     between = {"mesh.py:<lambda>": 1} if parallel.sequence > 1 else {}
     messages = 4 if parallel.sequence > 1 else 0  # labels, that comparison, losses with the votes, norm
-    for of_rank in run_on_ranks(waits_of_steps, parallel.sequence, parallel, bfloat16):
+    # Copies are compared every hundredth step, other memory before each update.
+    of_memory = {"checksums.py:check": 1} if parallel.zero_stage else {}
+    for of_rank in run_on_ranks(waits_of_steps, parallel.sequence, parallel, bfloat16, compiled):
         for waits, small in of_rank:
-            assert waits == {"step.py:results": 1, **OF_UPDATE, **between}
+            assert waits == {"step.py:results": 1, **OF_UPDATE, **between, **of_memory}
             assert small == messages
+
+
+def micro_batches_begun_before_a_stop() -> tuple[int, bool]:
+    """How many of eight begin if the second rank receives a request in the third; and whether weights stay."""
+    engine, graceful_stop, begun = build_engine(ParallelConfig(), "adamw", accumulation=8), GracefulStop(), []
+    graceful_stop.start_training(lambda: "")
+
+    def begin(*_: Any) -> None:
+        begun.append(None)
+        if len(begun) == 3 and engine.mesh.data.rank == 1:
+            graceful_stop.request()
+
+    engine.module.register_forward_pre_hook(begin)
+    before, stop = dict(engine.full_weights()), StopOfRanks(graceful_stop, dist.get_world_size(), lambda: 0.0)
+    batches = 4 * micro_batches(rows(0), engine.mesh.device)
+    with pytest.raises(StopRequestedError):
+        train_step(engine, batches, tile(engine.mesh, T), 1e-3, stop=stop)
+    return len(begun), all(torch.equal(before[name], weight) for name, weight in engine.full_weights())
+
+
+def test_a_stop_abandons_a_step_when_the_next_micro_batch_is_queued():
+    assert run_on_ranks(micro_batches_begun_before_a_stop, 2) == [(4, True)] * 2
 
 
 EMA = (CHECKOUT / "experiments/gated_ema.py").read_text()

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -213,11 +213,16 @@ def train_on_layout(
 
 
 def exact_gradients(
-    model: TostLM, mesh: Mesh, batches: Sequence[MicroBatch], tiling: Tiling, labels: Tensor
+    model: TostLM,
+    mesh: Mesh,
+    batches: Sequence[MicroBatch],
+    tiling: Tiling,
+    labels: Tensor,
+    zero_stage: Literal[0, 3] = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and unsharded gradients of the micro-batches of all ranks, with so many labels, in the model's precision."""
     engine = fsdp.build_engine(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), mesh, ParallelConfig(zero_stage=0),
+        model, torch.optim.SGD(model.parameters(), lr=1.0), mesh, ParallelConfig(zero_stage=zero_stage),
         accumulation=len(batches), grad_clip=0.0, bfloat16=False,
     )  # fmt: skip
     parts = mesh.replicas.size * len(batches)

@@ -110,7 +110,10 @@ def _read_training(folder: Path, run: Path | None) -> _Training | None:
         return None
     settings, progress = read_toml(folder / SETTINGS), Progress.read(folder)
     optim = validate(OptimConfig, settings["optim"], where=str(folder / SETTINGS))
-    parallel = validate(ParallelConfig, settings["parallel"], where=str(folder / SETTINGS))
+    layout = settings["parallel"]
+    if layout.get("offload") == "all":  # of version 0.1.0
+        layout = layout | {"offload": "optimizer"}
+    parallel = validate(ParallelConfig, layout, where=str(folder / SETTINGS))
     kind = "branched" if "branch_from" in settings["train"] else "initial weights"
     events = [row for row in read_record(run / "events.jsonl") if row["event"] == kind] if run else []
     environment = _read_json(run / ENVIRONMENT) if run else {}

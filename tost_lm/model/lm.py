@@ -21,7 +21,7 @@ from tost_lm.ops.precision import statistics_dtype
 
 
 class Head(nn.Module):
-    """The head. Its weight is the token embedding, which calls pass, unless it is not tied to it."""
+    """The head. Calls pass the token embedding if it is tied to it: then it has no weight of its own."""
 
     weight: nn.Parameter | None
     words: VocabularyShard | None = None
@@ -32,19 +32,21 @@ class Head(nn.Module):
         tied = config.tied_head
         self.register_parameter("weight", None if tied else nn.Parameter(torch.empty(config.vocab_size, config.width)))
 
-    def forward(self, x_BTC: Tensor, embedding_VC: Tensor, labels_BT: Tensor, z_loss: float) -> CrossEntropy:
+    def forward(self, x_BTC: Tensor, tied_VC: Tensor | None, labels_BT: Tensor, z_loss: float) -> CrossEntropy:
         """The summed loss, as `linear_cross_entropy`; the fields of tokens are [B, T]."""
-        x_MC, weight_VC = x_BTC.flatten(0, 1), self.weight_or(embedding_VC)
+        x_MC, weight_VC = x_BTC.flatten(0, 1), self.weight_or(tied_VC)
         found = linear_cross_entropy(x_MC, weight_VC, labels_BT.flatten(), shard=self.words, z_loss=z_loss)
         return found.map_tokens(lambda x_M: x_M.view(labels_BT.shape))
 
-    def logits(self, x_BTC: Tensor, embedding_VC: Tensor, tokens: int) -> Tensor:
+    def logits(self, x_BTC: Tensor, tied_VC: Tensor | None, tokens: int) -> Tensor:
         """[B, T, V] for a call with T `tokens`; with tensor ranks, x is one shard of the residual stream."""
-        return linear(x_BTC, self.weight_or(embedding_VC))
+        return linear(x_BTC, self.weight_or(tied_VC))
 
-    def weight_or(self, embedding_VC: Tensor) -> Tensor:
+    def weight_or(self, tied_VC: Tensor | None) -> Tensor:
         """The weight, or the embedding if it is tied."""
-        return embedding_VC if self.weight is None else self.weight
+        weight_VC = self.weight if tied_VC is None else tied_VC
+        assert weight_VC is not None
+        return weight_VC
 
 
 class TostLM(nn.Module):
@@ -130,11 +132,11 @@ class TostLM(nn.Module):
         for i, block in enumerate(self.blocks):
             x_BTC, mixer_state = block(x_BTC, state.layers[i] if state else None, info)
             states.append(mixer_state)
-        x_BTC, embedding_VC = self.norm(x_BTC), self.embedding.weight
+        x_BTC, tied_VC = self.norm(x_BTC), self.embedding.weight if self.head.weight is None else None
         loss = nats_BT = is_top_BT = None
         scalars = {}
         if labels is not None:
-            total, nats_BT, is_top_BT, z = self.head(x_BTC, embedding_VC, labels, self.z_loss)
+            total, nats_BT, is_top_BT, z = self.head(x_BTC, tied_VC, labels, self.z_loss)
             count = (labels != IGNORED_LABEL).sum() if label_count is None else label_count
             loss = total / count
             scalars = {"loss": loss.detach()}
@@ -148,7 +150,7 @@ class TostLM(nn.Module):
         elif output_state:
             last = slice(-1 if output_state == "last" and info.cu_seqlens is not None else None, None)
             new_state = LMState(tuple(states), info.end_positions[last])
-        compute_logits = _in_this_grad_mode(partial(self.head.logits, x_BTC, embedding_VC, tokens_BT.shape[1]))
+        compute_logits = _in_this_grad_mode(partial(self.head.logits, x_BTC, tied_VC, tokens_BT.shape[1]))
         return LMOutput(loss, nats_BT, is_top_BT, new_state, compute_logits, scalars)
 
     def stream(self, tokens: Tokens, state: LMState | None = None, tile_tokens: int = TILE_TOKENS) -> TokenStream:

@@ -36,7 +36,7 @@ class Checksums:
     def __init__(self, engine: Engine, interval: int) -> None:
         self._engine, self._interval = engine, interval
         self._part = engine.replicated_part
-        self._expected: Sums = {}
+        self._expected = torch.empty(0)
         self._record()
 
     def before_update(self) -> None:
@@ -62,22 +62,24 @@ class Checksums:
         """
         if not self._interval:
             return
+        names, sums = self._sums()
         if self._part is not None:
-            _compare(self._sums(), f"tensor rank {self._engine.mesh.tensor.rank}, part {self._part}")
+            part = f"tensor rank {self._engine.mesh.tensor.rank}, part {self._part}"
+            _compare(dict(zip(names, sums.tolist(), strict=True)), part)
             return
-        sums = self._sums()
-        changed = [name for name, expected in self._expected.items() if sums[name] != expected]
-        if changed:
+        is_changed = (sums != self._expected).tolist()
+        if changed := [name for name, differs in zip(names, is_changed, strict=True) if differs]:
             here = f"rank {dist.get_rank()} ({socket.gethostname()})"
             raise CorruptionError(f"{_corruption(here, changed)}; {FIX}")
 
     def _record(self) -> None:
         if self._interval and self._part is None:
-            self._expected = self._sums()
+            _, self._expected = self._sums()
 
-    def _sums(self) -> Sums:
+    def _sums(self) -> tuple[Sequence[str], Tensor]:
+        """Names and their sums, on the device: the host waits for them in `check` only."""
         names, tensors = zip(*self._engine.own_state(), strict=True)
-        return dict(zip(names, torch.stack([bit_sum(x) for x in tensors]).tolist(), strict=True))  # one GPU sync
+        return names, torch.stack([bit_sum(x) for x in tensors])
 
 
 def bit_sum(x: Tensor) -> Tensor:

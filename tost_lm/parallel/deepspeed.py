@@ -52,15 +52,8 @@ class DeepSpeedEngine(Engine):
     def set_training(self, training: bool) -> None:
         self._engine.train(training)
 
-    def backward(
-        self,
-        loss: Tensor,
-        states: Sequence[Tensor] = (),
-        d_states: Sequence[Tensor] = (),
-        *,
-        ends_step: bool = True,
-    ) -> None:
-        assert not states, "the settings refuse tiles"
+    def _backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor], ends_step: bool) -> None:
+        [loss] = roots  # the settings refuse tiles
         self._engine.set_gradient_accumulation_boundary(ends_step)
         self._engine.backward(loss)
 

@@ -53,7 +53,6 @@ class Engine(ABC):
     def set_training(self, training: bool) -> None:
         """Whether the next calls train."""
 
-    @abstractmethod
     def backward(
         self,
         loss: Tensor,
@@ -68,6 +67,11 @@ class Engine(ABC):
             states, d_states: tensors of a tile's final state and their gradients.
             ends_step: no other backward of the step follows.
         """
+        self._backward([loss, *states], d_states, ends_step)
+
+    @abstractmethod
+    def _backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor], ends_step: bool) -> None:
+        """`backward`, whose loss is the first of `roots`."""
 
     @abstractmethod
     def update(self, lr: float, is_allowed: Callable[[float], bool]) -> float:

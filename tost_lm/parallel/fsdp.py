@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
 
@@ -68,15 +69,8 @@ class TorchEngine(Engine):
     def set_training(self, training: bool) -> None:
         self.module.train(training)
 
-    def backward(
-        self,
-        loss: Tensor,
-        states: Sequence[Tensor] = (),
-        d_states: Sequence[Tensor] = (),
-        *,
-        ends_step: bool = True,
-    ) -> None:
-        torch.autograd.backward([loss, *states], [torch.full_like(loss, 1 / self._accumulation), *d_states])
+    def _backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor], ends_step: bool) -> None:
+        torch.autograd.backward(roots, [torch.full_like(roots[0], 1 / self._accumulation), *d_states])
 
     def collect(self) -> None:
         """Reduce the gradients of this step, to those of `parameters`."""
@@ -154,8 +148,8 @@ class PlainEngine(TorchEngine):
         return self.module(*arguments, **options)
 
     @torch.no_grad()
-    def backward(self, *arguments: Any, **options: Any) -> None:
-        super().backward(*arguments, **options)
+    def _backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor], ends_step: bool) -> None:
+        super()._backward(roots, d_states, ends_step)
         if self._bfloat16:
             self._add_gradients()
 
@@ -237,18 +231,11 @@ class ShardedEngine(TorchEngine):
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
         return self._root(_Call(arguments, options))
 
-    def backward(
-        self,
-        loss: Tensor,
-        states: Sequence[Tensor] = (),
-        d_states: Sequence[Tensor] = (),
-        *,
-        ends_step: bool = True,
-    ) -> None:
+    def _backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor], ends_step: bool) -> None:
         self._root.set_requires_gradient_sync(ends_step or self._stage > 1)
         self._root.set_requires_all_reduce(ends_step)
         self._root.set_reshard_after_backward(ends_step or self._stage == 3)
-        super().backward(loss, states, d_states)
+        super()._backward(roots, d_states, ends_step)
 
     def _collect(self) -> None:
         for parameter, shard in self._shard_of.items():
@@ -310,8 +297,11 @@ def _shard(root: _Root, mesh: Mesh, parallel: ParallelConfig, *, bfloat16: bool)
     if len(blocks) > 1 or gathers_again:
         for bucket in blocks:
             fully_shard(bucket, reshard_after_forward=gathers_again, **options)
-    if gathers_again and root.model.head.weight is not None:
-        fully_shard(root.model.embedding, reshard_after_forward=True, **options)
+    if gathers_again and not root.model.config.tied_head:
+        fully_shard(root.model.embedding, reshard_after_forward=True, **options).set_unshard_in_backward(False)
+        # Its backward follows at once.
+        fully_shard(root.model.head, reshard_after_forward=False, **options)
+        register_fsdp_forward_method(root.model.head, "logits")
     # Its weights are needed first and last; `logits` are computed after the call.
     fully_shard(root, reshard_after_forward=False, **options)
 

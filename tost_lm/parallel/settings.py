@@ -41,16 +41,15 @@ class ParallelConfig(LayoutConfig):
     """ZeRO stage over data × sequence ranks: 1 partitions the optimizer state, 2 also gradients, 3 also weights, 0 nothing. With one such rank, there is nothing to partition: stage 0 runs."""
     shard_ranks: int | None = Field(default=None, gt=1)
     """Adjacent data × sequence ranks, those of a node for example, that ZeRO partitions over; other ranks have copies. Default: all of them, so that there is no copy."""
-    offload: Literal["none", "optimizer", "all"] = "none"
-    """Keep this rank's float32 weights and optimizer state in host memory, at stages 2 and 3. `all` needs stage 3 and does the same."""
+    offload: Literal["none", "optimizer"] = "none"
+    """Keep this rank's float32 weights and optimizer state in host memory, at stages 2 and 3."""
 
     @model_validator(mode="after")
     def _settings_fit_each_other(self) -> "ParallelConfig":
-        least = {"none": 0, "optimizer": 2, "all": 3}[self.offload]
-        if self.zero_stage < least:
+        if self.offload != "none" and self.zero_stage < 2:
             raise ValueError(
-                f"parallel.offload {self.offload!r} needs ZeRO stage {least} or higher: parallel.zero_stage {self.zero_stage}; "
-                f"set parallel.zero_stage = {least} or parallel.offload = 'none'"
+                f"parallel.offload {self.offload!r} needs ZeRO stage 2 or higher: parallel.zero_stage {self.zero_stage}; "
+                "set parallel.zero_stage = 2 or parallel.offload = 'none'"
             )
         if self.shard_ranks and self.zero_stage == 0:
             raise ValueError("parallel.shard_ranks: ZeRO stage 0 shards nothing; set parallel.zero_stage = 1, 2 or 3")
@@ -61,9 +60,9 @@ class ParallelConfig(LayoutConfig):
         return self
 
     def partitioning_stage(self, replicas: int) -> int:
-        """The ZeRO stage to run. With one data × sequence rank there is nothing to partition: stage 0 then updates the
+        """The ZeRO stage in effect. With one data × sequence rank there is nothing to partition: `fsdp` then updates the
         weights in place and saves the copies."""
-        return 0 if replicas == 1 and self.offload == "none" and self.engine == "fsdp" else self.zero_stage
+        return 0 if replicas == 1 and self.offload == "none" else self.zero_stage
 
     def shards(self, replicas: int) -> int:
         """Ranks that ZeRO partitions over. Raises ConfigError if they do not divide the data × sequence ranks."""

@@ -162,15 +162,15 @@ class VocabularyHead(Head):
         self.words = VocabularyOverRanks(residual.axis, config.vocab_size // residual.axis.size)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x_BTC: Tensor, embedding_VC: Tensor, labels_BT: Tensor, *options: Any
+        self, x_BTC: Tensor, tied_VC: Tensor | None, labels_BT: Tensor, *options: Any
     ) -> CrossEntropy:
         """Results of `Head.forward`, equal on all ranks."""
         x_TBC = self._gather(x_BTC, labels_BT.shape[1])
-        return super().forward(x_TBC, embedding_VC, labels_BT.T, *options).map_tokens(torch.t)
+        return super().forward(x_TBC, tied_VC, labels_BT.T, *options).map_tokens(torch.t)
 
-    def logits(self, x_BTC: Tensor, embedding_VC: Tensor, tokens: int) -> Tensor:
+    def logits(self, x_BTC: Tensor, tied_VC: Tensor | None, tokens: int) -> Tensor:
         """Results of `Head.logits`."""
-        logits_TBV = linear(self._gather(x_BTC, tokens), self.weight_or(embedding_VC))
+        logits_TBV = linear(self._gather(x_BTC, tokens), self.weight_or(tied_VC))
         return gather_from_tensor_model_parallel_region(logits_TBV, self.residual.axis.group).transpose(0, 1)
 
     def _gather(self, x_BTC: Tensor, tokens: int) -> Tensor:

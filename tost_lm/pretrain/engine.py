@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -68,9 +67,15 @@ def use_deterministic_kernels(model: ModelConfig, device: torch.device) -> None:
     deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def engines_of(parallel: ParallelConfig) -> Any:
+def engines_of(parallel: ParallelConfig):
     """The module of `parallel.engine`, with `allocate_for_engine` and `build_engine`; importing it takes long."""
-    return import_module(f"tost_lm.parallel.{parallel.engine}")
+    if parallel.engine == "deepspeed":
+        from tost_lm.parallel import deepspeed
+
+        return deepspeed
+    from tost_lm.parallel import fsdp
+
+    return fsdp
 
 
 def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Engine:

@@ -128,13 +128,17 @@ class Sent(NamedTuple):
 class Traffic(TorchDispatchMode):
     """Inside `with Traffic() as traffic:`, `traffic.sent` collects every collective that this thread starts.
 
-    This includes the backward on a CPU, which runs in the calling thread. Results that selective activation
-    checkpointing has cached are not sent and not counted.
+    This includes the backward on a CPU, which runs in the calling thread, and graphs of torch.compile. Results that
+    selective activation checkpointing has cached are not sent and not counted.
     """
 
     def __init__(self):
         super().__init__()
         self.sent: list[Sent] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     @property
     def bytes(self) -> int:

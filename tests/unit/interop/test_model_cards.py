@@ -170,6 +170,14 @@ def test_a_card_written_twice_has_equal_bytes(make_run: Callable[..., Path], tmp
     assert cards[0] == cards[1]
 
 
+def test_a_card_of_version_0_1_0_that_offloaded_all_has_its_layout(make_run: Callable[..., Path]):
+    run = make_run(parallel={"sequence": 2, "zero_stage": 3, "offload": "optimizer"})
+    settings = step_folder(run, 4) / "config.toml"
+    settings.write_text(settings.read_text().replace('offload = "optimizer"', 'offload = "all"'))
+    card = model_card(step_folder(run, 4), run=run)
+    assert rows_of(card, "Training")["parallel layout"] == ["tensor 1 × sequence 2 × data 4, ZeRO stage 3"]
+
+
 def test_what_was_not_recorded_is_not_stated(make_run: Callable[..., Path], make_export: Callable[..., Path]):
     run = make_run()
     card = model_card(step_folder(run, 4), run=run)

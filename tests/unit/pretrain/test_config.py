@@ -104,7 +104,7 @@ FIX = 'set parallel.engine = "fsdp"'
             for words in (
                 "parallel.tensor=2",
                 "parallel.shard_ranks=2",
-                "parallel.zero_stage=3 parallel.offload=all",
+                "parallel.zero_stage=2 parallel.offload=optimizer",
                 "train.skip_spike_sigma=6",
                 "memory.tile_tokens=4",
                 "memory.tile_tokens=auto",

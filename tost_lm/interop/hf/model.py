@@ -101,7 +101,7 @@ class TostConfig(PreTrainedConfig):
 class HiddenStates(Head):
     """Returns hidden states in place of logits, so that the caller computes logits of some columns only."""
 
-    def logits(self, x_BTC: Tensor, embedding_VC: Tensor, tokens: int) -> Tensor:
+    def logits(self, x_BTC: Tensor, tied_VC: Tensor | None, tokens: int) -> Tensor:
         return x_BTC
 
 

@@ -14,7 +14,7 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.flops import block_matrices, flops_per_token, peak_flops
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, costs_of
-from tost_lm.pretrain.plan.groups import groups_of, is_plain, shards
+from tost_lm.pretrain.plan.groups import groups_of, shards, stage_of
 from tost_lm.pretrain.plan.memory import logit_tiles, state_bytes
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.plan.traffic import (
@@ -238,19 +238,20 @@ def gradient_bytes(config: PlanConfig) -> float:
     copy in bfloat16 4 + e. Buffers: a gather is copied out, 2·e, a reduction copied in, e + 4, and an all-reduce in,
     divided and out, 24.
     """
-    ranks, e, groups = config.cluster.ranks, ELEMENT_BYTES[config.train.dtype], groups_of(config, config.cluster.ranks)
-    backwards, plain, in_bfloat16 = config.micro_batches * tiles(config), is_plain(config, ranks), e < 4
+    ranks, e, backwards = config.cluster.ranks, ELEMENT_BYTES[config.train.dtype], config.micro_batches * tiles(config)
+    total, stage, in_bfloat16 = groups_of(config, ranks).total, stage_of(config, ranks), e < 4
+    plain = stage == 0
     summed = (8 + e) * (backwards - 1) + ((4 + e) if in_bfloat16 and (plain or backwards > 1) else 0)
-    if not plain and config.parallel.zero_stage > 1:
+    if stage > 1:
         summed = 0
-    copied = (4 + e) * groups.numbers if plain and in_bfloat16 else 0
+    copied = (4 + e) * total.numbers if plain and in_bfloat16 else 0
     buffers = {"all-gather": 2 * shards(config, ranks), "reduce-scatter": 1 + e / 4, "all-reduce": 6 if plain else 0}
     sent = sum(buffers[one.kind] * one.input_bytes for one in collectives_of_replicas(config))
-    return summed * groups.numbers + 28 * groups.padded / shards(config, ranks) + copied + sent
+    return summed * total.numbers + 28 * total.padded / shards(config, ranks) + copied + sent
 
 
 def update_bytes(config: PlanConfig) -> float:
     """Bytes of a rank's update: it reads gradient, weight and state, and writes the last two."""
-    n = groups_of(config, config.cluster.ranks).numbers
+    n = groups_of(config, config.cluster.ranks).total.numbers
     state = state_bytes(config, n, config.parallel.tensor)
     return (12 * n + 2 * state) / shards(config, config.cluster.ranks)

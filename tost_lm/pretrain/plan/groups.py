@@ -36,26 +36,23 @@ class Groups(NamedTuple):
     buckets: list[Group]
     """Blocks in order; empty: the root has all."""
     embedding: Group = NO_GROUP
-    """At stage 3, one that is not tied to the head."""
+    head: Group = NO_GROUP
+    """Both at stage 3, if they are not tied."""
 
     @property
-    def numbers(self) -> int:
-        return sum_of([self.root, *self.buckets, self.embedding]).numbers
-
-    @property
-    def padded(self) -> int:
-        return sum_of([self.root, *self.buckets, self.embedding]).padded
+    def total(self) -> Group:
+        """All in one."""
+        return sum_of([self.root, *self.buckets, self.embedding, self.head])
 
 
-def is_plain(config: PretrainConfig, ranks: int) -> bool:
-    """Whether each rank has all weights and the optimizer's state."""
-    parallel = config.parallel
-    return parallel.zero_stage == 0 or (ranks == parallel.tensor and parallel.offload == "none")
+def stage_of(config: PretrainConfig, ranks: int) -> int:
+    """The ZeRO stage of a launch on so many ranks. At 0 each rank has all weights and the optimizer's state."""
+    return config.parallel.partitioning_stage(ranks // config.parallel.tensor)
 
 
 def shards(config: PretrainConfig, ranks: int) -> int:
     """Ranks over which each parameter of a tensor rank is divided."""
-    return 1 if is_plain(config, ranks) else config.parallel.shards(ranks // config.parallel.tensor)
+    return config.parallel.shards(ranks // config.parallel.tensor) if stage_of(config, ranks) else 1
 
 
 def groups_of(config: PretrainConfig, ranks: int) -> Groups:
@@ -69,13 +66,13 @@ def groups_of(config: PretrainConfig, ranks: int) -> Groups:
         _group((weight for letter in bucket for weight in of_letter[letter]), divided, len(bucket))
         for bucket in buckets
     ]
-    by_block = config.parallel.zero_stage == 3 and not is_plain(config, ranks)
+    by_block = stage_of(config, ranks) == 3
     if not by_block and len(buckets) == 1:
         return Groups(sum_of([_group(ends, divided), *of_buckets]), [])
     if not by_block or model.tied_head:
         return Groups(_group(ends, divided), of_buckets)
-    embedding, *root = ends
-    return Groups(_group(root, divided), of_buckets, _group([embedding], divided))
+    embedding, *root, head = ends
+    return Groups(_group(root, divided), of_buckets, _group([embedding], divided), _group([head], divided))
 
 
 def replicated_numbers(config: PretrainConfig, ranks: int) -> int:

@@ -25,7 +25,7 @@ tokens and labels, 16 bytes per token, and a state of each mixer for each tile (
 float32 and, with bfloat16 weights, also in bfloat16. The tile also takes e·C per token. The forward computes the
 gradient of the head's weight, 4·V·C/t. With bfloat16, that of a tile, 2·V·C/t, exists beside the gradient of its
 logits. The head's input and its gradient take 2·e·C per token for any t. The weight's gradient exists until the
-embedding's gradient is added to it; a head that is not tied keeps it.
+embedding's gradient is added to it; without a tied head until the update, at stage 3 until its reduction.
 
 **Gradients** of a bucket take e per number in its backward, and 4 in the buffer of their reduction, which exists until
 the next reduction; reduced ones take 4·n/R. At stages 0 and 1 and with one replica, those of several micro-batches or
@@ -52,7 +52,7 @@ from tost_lm.pretrain.plan.activations import (
     micro_batch_tokens,
     tokens_in_memory,
 )
-from tost_lm.pretrain.plan.groups import NO_GROUP, groups_of, is_plain, shards, sum_of
+from tost_lm.pretrain.plan.groups import NO_GROUP, groups_of, shards, stage_of, sum_of
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.sizes import BUCKET_ELEMENTS, CAST_ELEMENTS, DEVICE_LOGITS_BYTES, LOGITS_BYTES
 
@@ -87,7 +87,7 @@ def moments(config: PretrainConfig, ranks: int) -> list[Moment]:
     Raises:
         ConfigError: the batch is not divisible by the ranks.
     """
-    found = _of_copies(config, ranks) if is_plain(config, ranks) else _of_shards(config, ranks)
+    found = _of_shards(config, ranks) if stage_of(config, ranks) else _of_copies(config, ranks)
     exchanged = 0.0
     if config.parallel.tensor > 1:
         exchanged = ELEMENT_BYTES[config.train.dtype] * tokens_in_memory(config) * config.model.width
@@ -96,7 +96,7 @@ def moments(config: PretrainConfig, ranks: int) -> list[Moment]:
 
 def _of_copies(config: PretrainConfig, ranks: int) -> Iterator[Moment]:
     """Each rank has all weights, gradients and optimizer state."""
-    n, e, kept = groups_of(config, ranks).numbers, ELEMENT_BYTES[config.train.dtype], _activations(config)
+    n, e, kept = groups_of(config, ranks).total.numbers, ELEMENT_BYTES[config.train.dtype], _activations(config)
     sums = 4 * n if _has_several_backwards(config, ranks) else 0
 
     def at(name: str, *others: float) -> Moment:
@@ -117,29 +117,31 @@ def _of_shards(config: PretrainConfig, ranks: int) -> Iterator[Moment]:
     """Weights, gradients and optimizer state are sharded. The backward computes and reduces one group after another."""
     groups, e, stage = groups_of(config, ranks), ELEMENT_BYTES[config.train.dtype], config.parallel.zero_stage
     weights, optimizer = weights_and_optimizer(config, ranks)
-    reduced = 4 * groups.padded / shards(config, ranks)
+    padded = groups.total.padded
+    reduced = 4 * padded / shards(config, ranks)
     if config.parallel.offload != "none":
         weights = optimizer = reduced = 0.0
     kept, several = _activations(config), _has_several_backwards(config, ranks)
-    sums = 4 * groups.padded if several and stage == 1 else 0
+    sums = 4 * padded if several and stage == 1 else 0
     in_sums = sums and e == 4
-    whole = e * (groups.root.padded if stage == 3 else groups.padded)
+    whole = e * (groups.root.padded if stage == 3 else padded)
 
     def at(name: str, gathered: float, *others: float) -> Moment:
         return Moment(name, weights + gathered, optimizer, *others)
 
     gradients = sums or (reduced if several else 0.0)
+    order = [groups.head, *reversed(groups.buckets), sum_of([groups.root, groups.embedding])]
+    order = [group for group in order if group.numbers]
     # A forward keeps the buffer of its last gather; at stages 1 and 2 only the first forward of a step gathers.
-    buffer = e * [groups.root, *groups.buckets][-1].padded
+    buffer = e * order[0].padded
     if stage < 3:
         buffer = 0.0 if config.tile_tokens < config.row_tokens else max(0.0, buffer - gradients)
-    yield at(LOSS, whole, gradients, kept.at_loss, loss_bytes(config), buffer)
-    order = [*reversed(groups.buckets), sum_of([groups.root, groups.embedding])]
-    gathers = [*order[:-1], groups.embedding, NO_GROUP] if stage == 3 else [NO_GROUP] * (len(order) + 1)
-    passed, end, sent, of_head = 0, config.model.layers, 0, kept.table
+    yield at(LOSS, whole + e * groups.head.padded, gradients, kept.at_loss, loss_bytes(config), buffer)
+    gathers = [*order[:-1], NO_GROUP, NO_GROUP] if stage == 3 else [NO_GROUP] * (len(order) + 1)
+    passed, end, sent, of_head = 0, config.model.layers, 0, 0.0 if groups.head.numbers else kept.table
     for group, (own, ahead) in zip(order, pairwise(gathers), strict=True):
         start, is_last, prefetched = end - group.blocks, group is order[-1], e * ahead.padded
-        here = reduced * passed / groups.padded
+        here = reduced * passed / padded
         gradients = sums - 4 * passed + here if sums else max(gradients, here)
         if group.blocks:
             during = max(kept.during[start:end])
@@ -155,7 +157,7 @@ def _of_shards(config: PretrainConfig, ranks: int) -> Iterator[Moment]:
         unreduced = 0 if sums else new
         yield at(REDUCTION, whole, gradients + unreduced, kept.before[start], of_head, prefetched + sent)
         passed, end = passed + group.padded, start
-    yield at(UPDATE, 0.0, reduced, 0.0, 0.0, 8 * min(groups.padded / shards(config, ranks), CAST_ELEMENTS))
+    yield at(UPDATE, 0.0, reduced, 0.0, 0.0, 8 * min(padded / shards(config, ranks), CAST_ELEMENTS))
 
 
 class _Activations(NamedTuple):
@@ -227,10 +229,10 @@ def tile_states_bytes(config: PretrainConfig) -> float:
 
 def weights_and_optimizer(config: PretrainConfig, ranks: int) -> tuple[float, float]:
     """Bytes of weights and optimizer state that a rank has between steps, on the device or offloaded."""
-    groups, divided = groups_of(config, ranks), shards(config, ranks)
-    state = state_bytes(config, groups.padded, config.parallel.tensor) / divided
-    copies = 2 * groups.numbers if is_plain(config, ranks) and config.train.dtype == "bfloat16" else 0
-    return 4 * groups.padded / divided + copies, state
+    total, divided = groups_of(config, ranks).total, shards(config, ranks)
+    state = state_bytes(config, total.padded, config.parallel.tensor) / divided
+    copies = 2 * total.numbers if stage_of(config, ranks) == 0 and config.train.dtype == "bfloat16" else 0
+    return 4 * total.padded / divided + copies, state
 
 
 class LogitTiles(NamedTuple):

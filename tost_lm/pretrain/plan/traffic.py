@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from tost_lm.mixers.spec import gathered_tokens
 from tost_lm.model.flops import mlp_weights
 from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, costs_of, load_of, micro_batch_tokens
-from tost_lm.pretrain.plan.groups import Group, groups_of, is_plain, replicated_numbers, shards
+from tost_lm.pretrain.plan.groups import Group, groups_of, replicated_numbers, shards, stage_of
 from tost_lm.pretrain.plan.memory import logit_tiles
 from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
@@ -138,17 +138,17 @@ def _of_replicas(config: PlanConfig) -> Iterator[Collectives]:
 
     Gradients are sent in float32: once in a step at stages 0 and 1, after each backward at stages 2 and 3, and between
     copies of the shards once in a step. Stages 1 and 2 gather weights once in a step. Stage 3 gathers those of blocks
-    and of an untied embedding for each forward and backward, all others for each tile.
+    for each forward and backward, an untied embedding for each forward, all others for each tile.
     """
-    ranks, tensor, stage = config.cluster.ranks, config.parallel.tensor, config.parallel.zero_stage
+    ranks, tensor, stage = config.cluster.ranks, config.parallel.tensor, stage_of(config, config.cluster.ranks)
     groups, replicas, divided = groups_of(config, ranks), ranks // tensor, shards(config, ranks)
-    if is_plain(config, ranks):
-        calls = math.ceil(groups.numbers / BUCKET_ELEMENTS)
-        yield Collectives("gradients", "all-reduce", calls, 4 * groups.numbers, replicas, tensor)
+    if stage == 0:
+        n = groups.total.numbers
+        yield Collectives("gradients", "all-reduce", math.ceil(n / BUCKET_ELEMENTS), 4 * n, replicas, tensor)
         return
     backwards = config.micro_batches * tiles(config)
     forwards = 2 * backwards - config.micro_batches
-    outside = [(backwards, groups.root), (forwards + backwards, groups.embedding)]
+    outside = [(backwards, groups.root), (forwards, groups.embedding), (backwards, groups.head)]
     in_forward, in_backward = ([(times, group) for group in groups.buckets] for times in (forwards, backwards))
     if stage < 3:
         outside, in_forward, in_backward = [(1, groups.root)], [(1, group) for group in groups.buckets], []
@@ -162,7 +162,7 @@ def _of_replicas(config: PlanConfig) -> Iterator[Collectives]:
     reduces = partial(_sent, "reduce-scatter", 4, divided, tensor)
     sums = partial(_sent, "all-reduce", 4 / divided, replicas // divided, tensor * divided)
     for send, times in ((reduces, 1 if stage == 1 else backwards), (sums, 1)):
-        yield send(f"gradients{elsewhere}", [(times, group) for group in (groups.root, groups.embedding)])
+        yield send(f"gradients{elsewhere}", [(times, group) for group in (groups.root, groups.embedding, groups.head)])
         of_blocks = send("gradients of blocks", [(times, group) for group in groups.buckets])
         yield of_blocks._replace(during="backward", passes=times / backwards)
 

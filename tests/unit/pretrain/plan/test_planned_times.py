@@ -137,5 +137,5 @@ def test_the_update_at_the_bandwidth_of_a_copy():
     name = "tost-base, 60 × 1,024 tokens, compiled, DeepSpeed"
     kernels = next(cell for cell in CELLS if cell["case"] == name)["kernels"]
     adamw = sum(seconds for kernel, seconds, _ in kernels if "FusedAdam" in kernel or "FusedOptimizer" in kernel)
-    parameters = groups_of(planned("owt_tost_base", 60), 1).numbers
+    parameters = groups_of(planned("owt_tost_base", 60), 1).total.numbers
     assert 28 * parameters / adamw / COPY == pytest.approx(ADAMW.bandwidth, rel=0.15)
