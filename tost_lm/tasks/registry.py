@@ -19,7 +19,6 @@ from tost_lm.tasks import (
     perplexity,
     ruler,
     text,
-    tost_release,
 )
 from tost_lm.tasks.grid import GridTask
 from tost_lm.tasks.haystacks import Text
@@ -36,7 +35,6 @@ FAMILIES: dict[str, Family] = {
         perplexity.FAMILY,
         missing_word.FAMILY,
         multiple_choice.FAMILY,
-        tost_release.FAMILY,
         loss_by_position.FAMILY,
         text.FAMILY,
     )

@@ -71,7 +71,7 @@ def write_measurements(run: Path) -> None:
     rows = [{"step": n, "protocol": name, "accuracy": n / 10, **evaluated} for n in names for name in names[n]]
     write_rows(run / "evaluations.jsonl", rows)
     manifest_sha256 = sha256_file(step_folder(run, 4) / "manifest.json")
-    for name, checkpoint_sha256 in (("lambada@two", manifest_sha256), ("wikitext2@tost", SHA256)):
+    for name, checkpoint_sha256 in (("lambada@two", manifest_sha256), ("wikitext2@two", SHA256)):
         identity = {
             "checkpoint_sha256": checkpoint_sha256, "tost_lm": "0.1.0", "shards": None,
             "data_sha256": SHA256,
