@@ -25,14 +25,6 @@ CBT = (
 )
 FILES = {"wikitext2": WIKI, "lambada_openai": "".join(json.dumps({"text": text}) + "\n" for text in LAMBADA)}
 FILES |= {"ptb": PTB, "cbt_cn": CBT}
-FILES |= {
-    name: json.dumps(row) + "\n"
-    for name, row in {
-        "hellaswag": {"activity_label": "A", "ctx_a": "b [c]", "ctx_b": "d", "endings": ["e", "f g [h]"], "label": 1},
-        "arc_challenge": {"question": "A?", "choices": {"text": ["b", "cd"], "label": ["A", "B"]}, "answerKey": "B"},
-        "piqa": {"goal": "A", "sol1": "bc", "sol2": "d", "label": 0},
-    }.items()
-}
 """Texts of test sets by name."""
 
 

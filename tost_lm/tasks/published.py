@@ -41,7 +41,6 @@ OWN_SCRIPT = "their script was not released"
 HUGGING_FACE = "Hugging Face's guide to perplexity"
 MEASURED_GPT2 = "GPT-2's released weights"
 NANOGPT = "nanoGPT, GPT-2's released weights"
-HARNESS_IN_LLM_C = "lm-evaluation-harness, cited in llm.c (dev/data/hellaswag.py)"
 
 PUBLISHED = [
     Published("wikitext2@hf-stride1024", "GPT-2 124M", "token_perplexity", 29.94, MEASURED_GPT2),
@@ -57,10 +56,6 @@ PUBLISHED = [
     Published("lambada_openai@last-token", "GPT-2 117M", "accuracy", 0.4599, GPT2_PAPER, differs=OWN_SCRIPT),
     Published("cbt_cn@gpt2", "GPT-2 117M", "accuracy", 0.8765, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     Published("cbt_ne@gpt2", "GPT-2 117M", "accuracy", 0.834, GPT2_PAPER, differs=OWN_DETOKENIZERS),
-    Published("hellaswag@lm-eval", "GPT-2 124M", "normalized_accuracy", 0.3114, HARNESS_IN_LLM_C),
-    Published("hellaswag@lm-eval", "GPT-2 124M", "accuracy", 0.2892, HARNESS_IN_LLM_C),
-    Published("hellaswag@lm-eval", "GPT-2 1558M", "normalized_accuracy", 0.5089, HARNESS_IN_LLM_C),
-    Published("hellaswag@lm-eval", "GPT-2 1558M", "accuracy", 0.4004, HARNESS_IN_LLM_C),
     Published("ptb@megatron", "GPT-2 117M", "word_perplexity", 65.85, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     Published("owt@nanogpt", "GPT-2 124M", "nats_per_token", 3.12, NANOGPT),
     Published("owt@nanogpt", "gpt2-base 124M", "nats_per_token", 2.84, TOST_PAPER),
@@ -215,7 +210,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 def _difference(measure: str, own: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> str:
     """The mean difference of the examples of two models, with its interval and the number of pairs."""
     is_score = measure in ACCURACIES or measure.endswith("accuracy")
-    key = ACCURACIES.get(measure) or (measure.replace("accuracy", "right") if is_score else "nats")
+    key = ACCURACIES.get(measure) or ("right" if is_score else "nats")
     columns = [[float(row[key]) for row in rows] for rows in (own, other) if rows and key in rows[0]]
     if len(columns) < 2 or len(columns[0]) != len(columns[1]):
         return "–"

@@ -14,7 +14,6 @@ from tost_lm.tasks import (
     heldout,
     loss_by_position,
     missing_word,
-    multiple_choice,
     needle,
     perplexity,
     ruler,
@@ -34,7 +33,6 @@ FAMILIES: dict[str, Family] = {
         heldout.FAMILY,
         perplexity.FAMILY,
         missing_word.FAMILY,
-        multiple_choice.FAMILY,
         loss_by_position.FAMILY,
         text.FAMILY,
     )
@@ -50,10 +48,6 @@ ZERO_SHOT = (
     "lambada_standard@lm-eval",
     "cbt_cn@gpt2",
     "cbt_ne@gpt2",
-    "hellaswag@lm-eval",
-    "arc_easy@lm-eval",
-    "arc_challenge@lm-eval",
-    "piqa@lm-eval",
 )
 GROUPS = {"zero-shot": ZERO_SHOT}
 """Names that stand for several tasks, beside those of families: the test sets of the hub."""
