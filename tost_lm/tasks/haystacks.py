@@ -222,8 +222,6 @@ _NOUNS = """
 """
 ADJECTIVES, NOUNS = tuple(_ADJECTIVES.split()), tuple(_NOUNS.split())
 PAIRS = len(ADJECTIVES) * len(NOUNS)
-LONGEST_KEY = max(map(len, ADJECTIVES)) + 1 + max(map(len, NOUNS))
-"""Characters of the longest pair."""
 
 
 def word_keys(draws: np.random.Generator) -> Iterator[str]:

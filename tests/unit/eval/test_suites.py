@@ -40,7 +40,7 @@ def test_mistakes_in_the_settings_are_one_line(tree: dict[str, Any], problem: st
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "count"), [("suite", 9 + 1 + 13 + 4), ("suite_demo", 1 + 1 + 2 + 4 + 1)])
+@pytest.mark.parametrize(("name", "count"), [("suite", 9 + 1 + 9 + 4), ("suite_demo", 1 + 1 + 2 + 4 + 1)])
 def test_the_recipes_name_existing_tasks(name: str, count: int):
     assert len(tasks_of(load_config(EvalConfig, recipes()[name]))) == count
 

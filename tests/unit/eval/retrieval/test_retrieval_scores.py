@@ -1,7 +1,6 @@
 """Scores of a copier, of guesses, and of a model against forward passes over the whole text."""
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -45,21 +44,6 @@ def read_answer(text: str) -> str:
         for name, source in lines:
             holds[name] = holds.get(source, source)
         return "".join(listed([name for name, value in holds.items() if value == question.split()[-2]]))
-    if question == "Answer: The words are":
-        times = Counter(text.split("The list:")[1].split("\n")[0].split())  # equal ones in the order of the text
-        del times["..."]
-        return "".join(listed([word for word, _ in times.most_common(10 if "ten words" in text else 3)]))
-    if kind := re.fullmatch(r"Answer: The (river|mayor|inn) is", question):
-        *_, asked = re.findall(r"\nQuestion: .* of (.+)\?\n", text)
-        if born := re.fullmatch(r"the town in which (\S+) was born", asked):
-            asked = dict(re.findall(r"Document: (\S+) is a potter who was born in the town of (\S+)\.\n", text)).get(
-                born[1]
-            )
-        document = re.search(rf"Document: The town of {asked} lies .*\n", text)
-        answer = document and re.search(
-            {"river": r"river (\S+)\.", "mayor": r"mayor is (\S+),", "inn": r"the (\S+)\.\n"}[kind[1]], document[0]
-        )
-        return f" {answer[1]}" if answer else ""
     asked = re.fullmatch(rf"(?:Answer: )?{STATED} (.+?)(?: is| are)?", question)
     assert asked
     found = secrets(text)
