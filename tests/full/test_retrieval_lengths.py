@@ -6,12 +6,11 @@
 import time
 
 import pytest
-from evaluations import RETRIEVAL
+from evaluations import RETRIEVAL, make_queries
 from shared_data import GPT2_BPE, needs_shared
 
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.tasks.haystacks import Text
-from tost_lm.tasks.registry import make_queries
 
 LENGTH = 2_097_152
 

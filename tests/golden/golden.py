@@ -158,9 +158,8 @@ ZERO_SHOT = [
 ]  # fmt: skip
 EVALUATIONS = [
     ["tost eval", *ZERO_SHOT, "heldout", *SETS],
-    ["tost eval", "needle", "ruler", "context", *(f"{name}.{setting}" for name in ("needle", "ruler") for setting in (
-        "lengths=[4096]", "samples=2", "haystack=haystack.txt")), "needle.depths=[0.5]",
-     "context.lengths=[128]", "context.shots=[8]", "context.samples=4"],
+    ["tost eval", "needle", "ruler", *(f"{name}.{setting}" for name in ("needle", "ruler") for setting in (
+        "lengths=[4096]", "samples=2", "haystack=haystack.txt")), "needle.depths=[0.5]"],
     ["tost eval", "positions", "text", "positions.times=2", "positions.sequences=2", "text.file=sets/wikitext2.txt"],
     ["tost generate", "sample.tokens=20", "sample.temperature=0.8"],
 ]  # fmt: skip

@@ -3,14 +3,10 @@
 `tost_lm.tasks.own` adds those of users.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from tost_lm.config import validate
-from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, did_you_mean
 from tost_lm.tasks import (
-    context,
     heldout,
     loss_by_position,
     missing_word,
@@ -19,9 +15,6 @@ from tost_lm.tasks import (
     ruler,
     text,
 )
-from tost_lm.tasks.grid import GridTask
-from tost_lm.tasks.haystacks import Text
-from tost_lm.tasks.queries import Queries, QuerySource
 from tost_lm.tasks.task import Family, Task
 
 FAMILIES: dict[str, Family] = {
@@ -29,7 +22,6 @@ FAMILIES: dict[str, Family] = {
     for family in (
         needle.FAMILY,
         ruler.FAMILY,
-        context.FAMILY,
         heldout.FAMILY,
         perplexity.FAMILY,
         missing_word.FAMILY,
@@ -83,11 +75,3 @@ def find_tasks(names: Sequence[str], more: Mapping[str, Family] | None = None) -
         own = [task.name for task in family.tasks] if family else GROUPS.get(name, (name,))
         found |= {one: find_task(one, more) for one in own}
     return list(found.values())
-
-
-def make_queries(name: str, tokenizer: Tokenizer, text: Callable[[], Text], **settings: Any) -> Queries:
-    """The queries of a task with cells; `settings` are those of its family, and `text` is called if it needs a text."""
-    family, task = find_task(name)
-    assert isinstance(task, GridTask)
-    assert family.settings
-    return task.make(name, QuerySource(validate(family.settings, settings, family.name), tokenizer, text))

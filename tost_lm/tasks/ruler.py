@@ -22,11 +22,11 @@ from tost_lm.tasks.haystacks import (
     variables,
     word_keys,
 )
-from tost_lm.tasks.queries import Puzzle, PuzzleQueries, QuerySource, RetrievalConfig, Strings
+from tost_lm.tasks.queries import GridConfig, Puzzle, PuzzleQueries, QuerySource, Strings
 from tost_lm.tasks.task import Family
 
 
-class RulerConfig(RetrievalConfig):
+class RulerConfig(GridConfig):
     """Tasks with the structure of RULER's."""
 
     section = "ruler"

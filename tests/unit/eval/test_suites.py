@@ -29,7 +29,7 @@ LAMBADA, PAGES = "lambada_openai@lm-eval", "wikitext2@lm-eval"
             "needle.lenghts: unknown key (did you mean needle.lengths?",
         ),
         ({"tasks": ["vt@own-word"]}, "'vt@own-word' is not a task (did you mean vt@own-words?)"),
-        ({"tasks": ["copy@text"]}, "'copy@text' is not a task (did you mean copying@text?)"),
+        ({"tasks": ["needle@key"]}, "'needle@key' is not a task (did you mean needle@keys?)"),
         ({"tasks": ["needle"], "sets": {"wikitext": "x"}}, "sets.wikitext: not a test set (did you mean wikitext2?)"),
     ],
 )
@@ -40,7 +40,7 @@ def test_mistakes_in_the_settings_are_one_line(tree: dict[str, Any], problem: st
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "count"), [("suite", 9 + 1 + 9 + 4), ("suite_demo", 1 + 1 + 2 + 4 + 1)])
+@pytest.mark.parametrize(("name", "count"), [("suite", 9 + 1 + 9), ("suite_demo", 1 + 1 + 2 + 1)])
 def test_the_recipes_name_existing_tasks(name: str, count: int):
     assert len(tasks_of(load_config(EvalConfig, recipes()[name]))) == count
 
@@ -48,9 +48,9 @@ def test_the_recipes_name_existing_tasks(name: str, count: int):
 def test_all_missing_files_are_found_before_anything_is_measured(run_folder: Path):
     with pytest.raises(TostError) as error:
         evaluate(
-            run_folder, LAMBADA, "owt@nanogpt", "needle", "context", "heldout", "positions", "text",
+            run_folder, LAMBADA, "owt@nanogpt", "needle", "ruler", "heldout", "positions", "text",
             sets={"lambada_openai": "missing.jsonl"}, heldout={"shards": "nowhere"}, needle={"haystack": "missing.txt"},
-            context={"haystack": "gone.txt"}, text={"file": "missing.txt"},
+            ruler={"haystack": "gone.txt"}, text={"file": "missing.txt"},
         )  # fmt: skip
     begins = [
         "sets.lambada_openai missing.jsonl: no such file", "sets.owt: not set",
@@ -98,7 +98,7 @@ def test_weights_that_are_not_finite_fail_every_task(run_folder: Path, tokenizer
             zero_shot={"window_tokens": 12},
             documents={"own": {"file": str(tmp_path / "lambada_openai")}},
             needle=grid | {"depths": [0.5], "lengths": [300]},
-            ruler=grid, context=grid | {"shots": [8], "lengths": [100]},
+            ruler=grid,
             text={"file": str(tmp_path / "text")}, positions={"times": 1, "file": str(tmp_path / "text")},
         )  # fmt: skip
     problem = f"{step}: its logits are not finite (NaN or infinite); use an earlier checkpoint"

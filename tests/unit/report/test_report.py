@@ -123,9 +123,9 @@ def test_the_page_is_self_contained_and_figures_are_also_files(evaluated):
     assert not {"script", "link", "iframe", "a"} & {tag for tag, _ in page.tags}
     assert "url(" not in (evaluated / "report.html").read_text()
     shown = re.findall(r"^!\[[^\]]+\]\((.+)\)$", (evaluated / "report.md").read_text(), re.MULTILINE)
-    assert shown == [f"eval/report/{name}.png" for name in ("context", "loss")]
+    assert shown == [f"eval/report/{name}.png" for name in ("retrieval", "loss")]
     assert all((evaluated / name).read_bytes().startswith(b"\x89PNG") for name in shown)
-    files = {f"{name}.{ending}" for name in ("loss", "context") for ending in ("png", "csv")}
+    files = {f"{name}.{ending}" for name in ("loss", "retrieval") for ending in ("png", "csv")}
     assert {path.name for path in (evaluated / "eval/report").iterdir()} == files
 
 

@@ -179,7 +179,7 @@ def test_exact_means_that_the_model_would_write_it(make_task, make_model, tokeni
     asked = [task.query(length, None, sample)[0] for sample in range(4)]
     written = model_scorer(model, tokenizer.vocab_size)(asked, 5).generated
     own = [
-        Query(example.prompt, example.question, (), ((*ids,), (*ids[:-1], (ids[-1] + 1) % 300)), 0)
+        Query(example.prompt, example.question, ("",), ((*ids,), (*ids[:-1], (ids[-1] + 1) % 300)), 0)
         for example, ids in zip(asked, written, strict=True)
     ]
     assert model_scorer(model, tokenizer.vocab_size)(own, 1).top_share.tolist() == [[1, 0.8]] * 4
