@@ -200,12 +200,12 @@ def test_tasks_with_cells_have_a_heatmap_and_a_table_by_length(run_folder):
         in text
     )
     folder = run_folder / "eval/report"
-    rows = list(csv.DictReader((folder / "context.csv").read_text().splitlines()))
+    rows = list(csv.DictReader((folder / "retrieval.csv").read_text().splitlines()))
     assert [(row["task"], row["length"], row["found_share"], row["control_found_share"]) for row in rows] == [
         ("niah_single_1@own-words", "1024", "0.875", "0.0"), ("niah_single_1@own-words", "2048", "0.375", "0.125"),
         ("vt@own-words", "2048", "0.6", "0.2"),
     ]  # fmt: skip
-    assert (folder / "context.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "retrieval.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_without_results_has_a_report(run_folder):
