@@ -12,9 +12,9 @@ with `tasks` and settings. All settings, test sets and texts are checked before 
 
 Writes eval/TASK/results.json: the totals with standard errors, control and chance; tasks on test sets and held-out
 documents also rows.jsonl (a line per example). Valid results for the same checkpoint, text and settings are reused,
-and the same command resumes: each cell of retrieval is a file, and the position in a text is saved. `tost
-report` shows all results of a run, and `tost compare` those of several models and published ones. On more than tensor ×
-sequence ranks, copies of the model share the work.
+and the same command resumes: each cell of retrieval is a file. `tost report` shows all results of a run, and `tost
+compare` those of several models and published ones. On more than tensor × sequence ranks, copies of the model share the
+work.
 """
 
 from collections.abc import Sequence
