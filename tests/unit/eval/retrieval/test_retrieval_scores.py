@@ -62,27 +62,6 @@ def test_copying_is_right_with_the_needles_only(make_task, tokenizer, name):
     assert ("choice_accuracy" in scores) == (name == NEEDLE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("niah_single_3@own-words", marks=pytest.mark.quick),
-        *(name for name in RETRIEVAL if name not in (NEEDLE, "niah_single_3@own-words")),
-    ],
-)
-def test_guesses_of_the_right_form_are_wrong(make_task, tokenizer, name):
-    task, other = make_task(name), make_task(name, seed=1)
-
-    def guess(examples: Sequence[Query], room: int) -> Scores:
-        """The answers to the questions of other texts."""
-        answers = [other.query(long_enough(task), None, number)[0].options[0] for number in range(len(examples))]
-        return Scores(np.ones((len(examples), 1)), np.zeros((len(examples), 1), dtype=bool), [*map(list, answers)])
-
-    scores, _ = score_cell(task, guess, long_enough(task), None, 20)
-    assert task.chance < 1e-3 or name == "niah_multikey_1@own-words"
-    assert scores["found_share"] == scores["control_found_share"] == 0
-
-
 @pytest.mark.parametrize("keys", [2, 4])
 def test_a_guess_among_the_words_of_the_text_scores_chance(make_task, tokenizer, keys):
     task, samples, draws = make_task(keys=keys), 300, np.random.default_rng(0)
