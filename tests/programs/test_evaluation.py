@@ -14,7 +14,7 @@ from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
 from tost_lm.files import read_rows
 from tost_lm.testing import FLOAT32_REORDERED
 
-HELDOUT, NEEDLE, SAMPLE, TEXT = "eval/heldout@bpb", "eval/needle@keys", "eval/sample", "eval/text@bpb"
+HELDOUT, NEEDLE, SAMPLE = "eval/heldout@bpb", "eval/needle@keys", "eval/sample"
 NEEDLES = ("needle", "needle.samples=2", "needle.depths=[0.0, 1.0]", "needle.keys=1")
 COMMANDS = [
     ("tost eval", ("heldout",)),
@@ -126,24 +126,6 @@ def test_needles_resume_from_their_cells_and_copies_of_the_model_share_cells_and
 
     error = refusal("tost eval", "runs/tiny", "niah_single_1@own-words", cwd=copy)
     assert "64 tokens are too few for niah_single_1@own-words, whose texts without a haystack take" in error
-
-
-def test_two_ranks_score_a_text_in_one_stream(copy: Path):
-    words = "some words of a text.\n"
-    (copy / "text.txt").write_text(words)
-    output = run("tost eval", "runs/tiny", "text", "text.file=text.txt", "parallel.sequence=2", cwd=copy, ranks=2)
-    checkpoint = copy / "runs/tiny/checkpoints/step_00000012"
-    tokenizer = read_tokenizer(find_tokenizer(checkpoint))
-    ids = tokenizer.encode(words)
-    stream = tost_lm.load(checkpoint).stream([tokenizer.eot, *ids], tile_tokens=5)
-    nats = sum(float(nats_T.sum()) for nats_T in stream)
-    found = results(copy / "runs/tiny", TEXT)
-    assert found["model"]["nats"] == pytest.approx(nats, rel=FLOAT32_REORDERED)
-    assert (found["model"]["tokens"], found["model"]["bytes"]) == (len(ids), len(words))
-    assert output.count(f"final state: {found['state_bytes']:,} bytes") == 1
-    (copy / "text.txt").write_text(f"{words}{words}")
-    assert "reusing" not in run("tost eval", "runs/tiny", "text", "text.file=text.txt", cwd=copy)
-    assert results(copy / "runs/tiny", TEXT)["model"]["bytes"] == 2 * len(words)
 
 
 def test_a_prompt_from_a_file_is_gone_on_with(copy: Path):

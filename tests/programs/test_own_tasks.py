@@ -70,14 +70,6 @@ def test_a_toml_file_names_documents(trained: Path):
     assert "| laws@documents | bits per byte | " in (trained / "runs/tiny/report.md").read_text()
 
 
-def test_a_text_without_spaces_has_finite_results(trained: Path):
-    """Its perplexity per word would be infinite."""
-    (trained / "spaceless.jsonl").write_text(json.dumps({"text": "某些文字" * 300}) + "\n")
-    run("tost eval", "runs/tiny", "spaceless", "documents.spaceless.file=spaceless.jsonl", cwd=trained)
-    text = (trained / "runs/tiny/eval/spaceless@documents/results.json").read_text()
-    assert json.loads(text, parse_constant=pytest.fail)["model"]["words"] == 1
-
-
 @pytest.mark.quick
 def test_a_file_that_is_named_is_run_and_identifies_its_results(trained: Path):
     run("tost eval", "runs/tiny", "mine.py", cwd=trained)
@@ -106,7 +98,6 @@ def with_faults(faults: dict[str, tuple[str, str]]) -> str:
 
 FAULTS = {
     "Raises": ("examples(self, path, tokenizer, window)", "raise RuntimeError('no\\nlines')"),
-    "MissesFile": ("examples(self, path, tokenizer, window)", "return open('nowhere')"),
     "Empty": ("examples(self, path, tokenizer, window)", "return []"),
     "NoExample": ("examples(self, path, tokenizer, window)", "return ['text']"),
     "NoScore": ("row(self, example, scores)", "return {'right': scores['right']}"),
@@ -116,7 +107,6 @@ FAULTS = {
 }
 MESSAGES = {
     "Raises": "RuntimeError: no\\nlines (line {line}); correct the file",
-    "MissesFile": "FileNotFoundError: [Errno 2] No such file or directory: 'nowhere' (line {line}); correct the file",
     "NoExample": "AttributeError: 'str' object has no attribute 'requests'; correct the file",
     "NoScore": "TypeError: tuple indices must be integers or slices, not str (line {line}); correct the file",
     "NoResult": "ValueError: Out of range float values are not JSON compliant; correct the file",

@@ -161,15 +161,6 @@ def test_a_card_states_the_record_of_the_run(make_run: Callable[..., Path], tmp_
     assert f"- There are {256 / count:.2g} training tokens per parameter." in text
 
 
-def test_a_card_written_twice_has_equal_bytes(make_run: Callable[..., Path], tmp_path: Path):
-    run = make_run()
-    write_measurements(run)
-    for folder in ("a", "b"):
-        export(run, tmp_path / folder / "tiny-hf")
-    cards = [(tmp_path / folder / "tiny-hf/README.md").read_bytes() for folder in ("a", "b")]
-    assert cards[0] == cards[1]
-
-
 def test_what_was_not_recorded_is_not_stated(make_run: Callable[..., Path], make_export: Callable[..., Path]):
     run = make_run()
     card = model_card(step_folder(run, 4), run=run)

@@ -32,9 +32,6 @@ NASTY = (
 )
 
 
-HOSTILE = ("![x](http://a/b.png)", "[x](javascript:alert(1))", "<img src=x onerror=alert(1)>", "a | b `c`")
-
-
 RESULTS: dict[str, dict[str, Any]] = {
     HELDOUT: {
         "model": {
@@ -129,9 +126,9 @@ def test_the_page_is_self_contained_and_figures_are_also_files(evaluated):
     assert {path.name for path in (evaluated / "eval/report").iterdir()} == files
 
 
-@pytest.mark.parametrize("name", ["".join(HOSTILE), NASTY], ids=["words", "page"])
-def test_names_are_only_text_whatever_they_hold(evaluated, name):
+def test_names_are_only_text_whatever_they_hold(evaluated):
     """Those of checkpoints, the run and its folder."""
+    name = NASTY
     identity = (read_result_file(evaluated / "eval" / NEEDLE / "results.json") or {})["identity"]
     change_results(evaluated, NEEDLE, identity=identity | {"checkpoint": name, "checkpoint_sha256": ""})
     config = evaluated / "config.toml"
@@ -206,13 +203,6 @@ def test_tasks_with_cells_have_a_heatmap_and_a_table_by_length(run_folder):
         ("vt@own-words", "2048", "0.6", "0.2"),
     ]  # fmt: skip
     assert (folder / "retrieval.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_without_results_has_a_report(run_folder):
-    (run_folder / "metrics.jsonl").unlink()
-    page = text_of(run_folder)
-    assert "Overview" in page.text
-    assert "img" not in [tag for tag, _ in page.tags]
 
 
 def test_other_folders_are_rejected(tmp_path, run_folder):

@@ -60,13 +60,6 @@ def test_sections_without_data_are_empty(run_folder):
     assert not page.charts
 
 
-def test_metrics_are_those_of_a_comparison(run_folder):
-    add_rows(run_folder / "validation.jsonl", measurement(50, 5.5))
-    lines = metrics(RunRecord.read(run_folder)).splitlines()
-    header = "| seed | step | training loss | validation loss | tokens/s/device | peak memory (GB) |"
-    assert lines[2:] == [header, lines[3], "| 0 | 100 | 4.0000 | 5.5000 (step 50) | 160 | 2.50 |", *lines[5:]]
-
-
 def test_events_have_reasons_and_samples(run_folder):
     add_rows(
         run_folder / "events.jsonl",

@@ -148,17 +148,3 @@ def test_a_generated_text_without_finite_logits_is_an_error(make_task, make_mode
     model.embedding.weight.data[first] = torch.nan
     with pytest.raises(CheckpointError, match="the model: its logits are not finite"):
         scorer([example], task.room)
-
-
-@torch.inference_mode()
-def test_exact_means_that_the_model_would_write_it(make_task, make_model, tokenizer):
-    task = make_task("niah_single_1@own-words")
-    length = task.needed(4) + 20
-    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=length).double()
-    asked = [task.query(length, None, sample)[0] for sample in range(4)]
-    written = model_scorer(model, tokenizer.vocab_size)(asked, 5).generated
-    own = [
-        Query(example.prompt, example.question, ("",), ((*ids,), (*ids[:-1], (ids[-1] + 1) % 300)), 0)
-        for example, ids in zip(asked, written, strict=True)
-    ]
-    assert model_scorer(model, tokenizer.vocab_size)(own, 1).top_share.tolist() == [[1, 0.8]] * 4
