@@ -154,18 +154,17 @@ SETS = [f"sets.{path.stem}=sets/{path.name}" for path in sorted((FROZEN / "sets"
 """All test sets: `sets.NAME=FILE`."""
 ZERO_SHOT = [
     "wikitext2@hf-stride20", "wikitext2@lm-eval", "lambada_openai@lm-eval", "lambada_openai@last-token",
-    "ptb@megatron", "cbt_cn@gpt2", "hellaswag@lm-eval", "arc_challenge@lm-eval", "piqa@lm-eval",
+    "ptb@megatron", "cbt_cn@gpt2",
 ]  # fmt: skip
 EVALUATIONS = [
     ["tost eval", *ZERO_SHOT, "heldout", *SETS],
-    ["tost eval", "needle", "ruler", "context", *(f"{name}.{setting}" for name in ("needle", "ruler") for setting in (
-        "lengths=[4096]", "samples=2", "haystack=haystack.txt")), "needle.depths=[0.5]",
-     "context.lengths=[128]", "context.shots=[8]", "context.samples=4"],
+    ["tost eval", "needle", "ruler", *(f"{name}.{setting}" for name in ("needle", "ruler") for setting in (
+        "lengths=[4096]", "samples=2", "haystack=haystack.txt")), "needle.depths=[0.5]"],
     ["tost eval", "positions", "text", "positions.times=2", "positions.sequences=2", "text.file=sets/wikitext2.txt"],
     ["tost generate", "sample.tokens=20", "sample.temperature=0.8"],
 ]  # fmt: skip
 HUGGING_FACE = [
-    ["tost eval", "lambada_openai@lm-eval", "wikitext2@lm-eval", "piqa@lm-eval", "needle", "positions", "text", *SETS,
+    ["tost eval", "lambada_openai@lm-eval", "wikitext2@lm-eval", "needle", "positions", "text", *SETS,
      "needle.haystack=haystack.txt", "needle.lengths=[160]", "needle.samples=2", "needle.depths=[0.5]", "needle.keys=2",
      "positions.file=haystack.txt", "positions.times=1", "positions.sequences=2", "text.file=sets/wikitext2.txt"],
     ["tost generate", "sample.tokens=20"],

@@ -29,7 +29,11 @@ def of_processors() -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "every"), [(1, 6), *(pytest.param(ranks, 1, marks=pytest.mark.slow) for ranks in RANKS)]
+    ("ranks", "every"),
+    [
+        pytest.param(1, 6, marks=pytest.mark.quick),
+        *(pytest.param(ranks, 1, marks=pytest.mark.slow) for ranks in RANKS),
+    ],
 )
 def test_training_is_unchanged(ranks: int, every: int):
     """On another processor, errors are at most a multiple of those of the stored losses, both against float64."""

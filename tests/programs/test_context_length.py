@@ -35,11 +35,9 @@ def test_held_out_text_is_scored_in_windows_of_it(longer: Path):
     assert short["model"]["nats"] != whole["model"]["nats"]
 
 
-def test_retrieval_and_context_tasks_have_it(longer: Path):
+def test_retrieval_tasks_have_it(longer: Path):
     run("tost eval", "runs/longer", "needle", "needle.samples=1", "needle.depths=[0.5]", "needle.keys=1", cwd=longer)
     assert max(cell["length"] for cell in results(longer / "runs/longer", "needle@keys")["cells"]) == TRAINED
-    run("tost eval", "runs/longer", "context_gain@text", "context.samples=1", cwd=longer)
-    assert max(cell["length"] for cell in results(longer / "runs/longer", "context_gain@text")["cells"]) == TRAINED
 
 
 def test_the_loss_by_position_goes_beyond_it(longer: Path):

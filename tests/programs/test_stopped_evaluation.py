@@ -1,19 +1,15 @@
 """SIGTERM in an evaluation: it ends within a model call with exit code 143 and resumes, on one rank and on several."""
 
-import json
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from forked import Forked, as_rank, free_port
 from programs import run, snapshot, write_corpus
-
-from tost_lm.model.streaming import TILE_TOKENS
 
 STARTED_S, STOPPED_S = 120, 60
 """Generous limits, which only catch a hang."""
@@ -107,42 +103,3 @@ def test_sigterm_while_an_object_is_deleted():
 def test_sigterm_to_a_rank_ends_both(copy: Path, task: str, layout: str, signaled: list[int]):
     words, started = TASKS[task]
     terminate(task, [*words, layout], copy, started, signaled, ranks=2)
-
-
-def score_text(folder: Path, words: list[str], ranks: int) -> tuple[str, dict[str, Any]]:
-    """Output and result of the task `text@bpb`; the result is removed."""
-    output = run("tost eval", *words, cwd=folder, ranks=ranks)
-    home = folder / "runs/tiny/eval/text@bpb"
-    results = json.loads((home / "results.json").read_text())
-    assert [path.name for path in home.iterdir()] == ["results.json"]
-    (home / "results.json").unlink()
-    return output, {key: value for key, value in results.items() if key not in ("seconds", "xxh3")}
-
-
-@pytest.mark.parametrize(
-    ("tensor", "sequence"),
-    [(1, 1), *(pytest.param(*axes, marks=pytest.mark.slow) for axes in ((1, 2), (2, 1)))],
-)
-def test_a_text_that_was_ended_resumes_with_equal_results(copy: Path, tensor: int, sequence: int):
-    """Ctrl-C after the second tile and SIGKILL after the fourth; rank 1 ends with rank 0."""
-    (copy / "text.txt").write_bytes((copy / "long.jsonl").read_bytes()[: sequence * 70_000])
-    words = [
-        "runs/tiny",
-        "text",
-        "text.file=text.txt",
-        f"parallel.tensor={tensor}",
-    ]  # the other ranks are sequence ranks
-    ranks, tile = tensor * sequence, sequence * TILE_TOKENS
-    whole = score_text(copy, words, ranks)[1]
-    assert whole["model"]["tokens"] > 5 * tile
-    for tiles, signum, code in ((2, signal.SIGINT, 130), (4, signal.SIGKILL, -signal.SIGKILL)):
-        port, ends = free_port(), {"END_AFTER": str(tiles * tile), "END_BY": str(int(signum))}
-        places = [as_rank(rank, ranks, port, ranks_per_node=ranks) if ranks > 1 else {} for rank in range(ranks)]
-        processes = [Forked("ended_text", *words, cwd=copy, **place, **ends) for place in places]
-        (first, *others), _, errors = zip(*[process.finish(STOPPED_S) for process in processes], strict=True)
-        assert first == code, errors
-        assert all(others)
-        assert (copy / "runs/tiny/eval/text@bpb/position.pt").is_file()
-    output, resumed = score_text(copy, words, ranks)
-    assert f"resuming after {4 * tile:,} tokens\n" in output
-    assert resumed == whole

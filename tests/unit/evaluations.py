@@ -2,11 +2,16 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tost_lm.config import validate
+from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.eval.commands.evaluate import main
+from tost_lm.tasks.grid import GridTask
+from tost_lm.tasks.haystacks import Text
+from tost_lm.tasks.queries import Queries, QuerySource
 from tost_lm.tasks.registry import FAMILIES, find_task
 from tost_lm.tasks.scored import ScoredTask
 from tost_lm.tasks.settings import EvalConfig
@@ -14,7 +19,6 @@ from tost_lm.tasks.settings import EvalConfig
 RULER = [task.name for task in FAMILIES["ruler"].tasks]
 RETRIEVAL = ["needle@keys", *RULER]
 STATED = r"(?:The secret \w+ of|In secret they named)"
-CONTEXT = [task.name for task in FAMILIES["context"].tasks]
 
 WIKI = " \n = One = \n \n It was 2 @.@ 5 , he said . \n The end of it , and of all . \n = Two = \n \n More words . \n"
 LAMBADA = ["He saw it, and so it was", "They went on and on until the very end of the road, and back"]
@@ -25,14 +29,6 @@ CBT = (
 )
 FILES = {"wikitext2": WIKI, "lambada_openai": "".join(json.dumps({"text": text}) + "\n" for text in LAMBADA)}
 FILES |= {"ptb": PTB, "cbt_cn": CBT}
-FILES |= {
-    name: json.dumps(row) + "\n"
-    for name, row in {
-        "hellaswag": {"activity_label": "A", "ctx_a": "b [c]", "ctx_b": "d", "endings": ["e", "f g [h]"], "label": 1},
-        "arc_challenge": {"question": "A?", "choices": {"text": ["b", "cd"], "label": ["A", "B"]}, "answerKey": "B"},
-        "piqa": {"goal": "A", "sol1": "bc", "sol2": "d", "label": 0},
-    }.items()
-}
 """Texts of test sets by name."""
 
 
@@ -44,6 +40,14 @@ def evaluate(path: Path, *tasks: str, **sections: Any) -> None:
 def secrets(text: str) -> list[tuple[str, str]]:
     """(key, value) of the needles of `RETRIEVAL` that have both, in the order of the text."""
     return re.findall(rf"{STATED} (\S+)(?: is)? (\S+)\.\n", text)
+
+
+def make_queries(name: str, tokenizer: Tokenizer, find_text: Callable[[], Text], **settings: Any) -> Queries:
+    """The queries of a task with cells; `settings` are those of its family."""
+    family, task = find_task(name)
+    assert isinstance(task, GridTask)
+    assert family.settings
+    return task.make(name, QuerySource(validate(family.settings, settings, family.name), tokenizer, find_text))
 
 
 def scored(name: str) -> ScoredTask:

@@ -1,5 +1,5 @@
 """Scores of a model's answers: by the text that it generates, and by the likelihood of the right answer. Each query is
-scored under each condition of its task: with the needles and, as a control, without them:
+scored with the needles in the text and, as a control, without them:
 
     found    fraction of the references in the greedily generated text, ignoring case; the text ends at an end of text,
              or when the room for the answer is used up
@@ -77,8 +77,7 @@ def model_scorer(model: LanguageModel, vocab_size: int, ranks: Ranks | None = No
         )
         require_finite(model, np.stack(nats))
         steps = list(each(chosen_ids(model, output, room, greedy, vocab_size)))
-        generated = [*map(list, zip(*steps, strict=True))] if steps else [[]] * len(examples)
-        return Scores(np.stack(nats, 1), np.stack(top_share, 1), generated)
+        return Scores(np.stack(nats, 1), np.stack(top_share, 1), [*map(list, zip(*steps, strict=True))])
 
     return score
 
@@ -86,12 +85,12 @@ def model_scorer(model: LanguageModel, vocab_size: int, ranks: Ranks | None = No
 def score_cell(
     task: Queries, scorer: Scorer, length: int, depth: float | None, samples: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(scores, rows): means over a cell's examples under each condition, and a row for each example and condition.
+    """(scores, rows): means over a cell's examples with and without the needles, and a row for each of both.
 
-    Each mean has a standard error over the examples; None if there is only one. The gain over a control is the nats per
-    token by which the first condition lowers the answer, with the standard error of paired differences.
+    Each mean has a standard error over the examples; None if there is only one. The gain over the control is the nats
+    per token by which the needles lower the answer, with the standard error of paired differences.
     """
-    rows: dict[str, list[dict[str, Any]]] = {condition: [] for condition in task.conditions}
+    rows: dict[str, list[dict[str, Any]]] = {"needle": [], "control": []}
     longest = min(TILE_TOKENS, length - task.room)
     together = max(1, min(TOKENS_AT_ONCE // longest, ANSWER_TOKENS_AT_ONCE // task.room))
     for first in range(0, samples, together):  # bounds the memory of the texts
@@ -99,15 +98,12 @@ def score_cell(
         for own, examples in zip(rows.values(), zip(*sets, strict=True), strict=True):
             own += _rows(task, scorer, examples)
     scores: dict[str, Any] = {}
-    (shown, asked), *controls = rows.items()
-    for condition, own in rows.items():
-        prefix = "" if condition == shown else f"{condition}_"
+    for prefix, own in zip(("", "control_"), rows.values(), strict=True):
         for key, name in MEANS.items():
             if key in own[0]:
                 scores |= _mean(prefix + name, [row[key] for row in own])
-    for condition, own in controls:
-        pairs = zip(own, asked, strict=True)
-        scores |= _mean(f"gain_over_{condition}", [a["nats_per_token"] - b["nats_per_token"] for a, b in pairs])
+    with_needles, without = ([row["nats_per_token"] for row in own] for own in rows.values())
+    scores |= _mean("gain_over_control", [a - b for a, b in zip(without, with_needles, strict=True)])
     numbered = [
         {"sample": sample, "condition": condition, **row}
         for condition, own in rows.items() for sample, row in enumerate(own)
@@ -122,14 +118,12 @@ def _mean(name: str, values: Sequence[float]) -> dict[str, float | None]:
 
 def _rows(task: Queries, scorer: Scorer, examples: Sequence[Query]) -> list[dict[str, Any]]:
     rows, tokenizer = [], task.tokenizer
-    scores = scorer(examples, task.room if examples[0].references else 0)
+    scores = scorer(examples, task.room)
     for i, example in enumerate(examples):
-        row: dict[str, Any] = {"question": example.question}
-        if example.references:
-            ids = scores.generated[i]
-            text = tokenizer.decode(ids[: ids.index(tokenizer.eot)] if tokenizer.eot in ids else ids)
-            row |= {"references": list(example.references), "generated": text}
-            row["found"] = sum(name.lower() in text.lower() for name in example.references) / len(example.references)
+        ids, references = scores.generated[i], example.references
+        text = tokenizer.decode(ids[: ids.index(tokenizer.eot)] if tokenizer.eot in ids else ids)
+        row: dict[str, Any] = {"question": example.question, "references": list(references), "generated": text}
+        row["found"] = sum(name.lower() in text.lower() for name in references) / len(references)
         row["nats"], row["tokens"] = float(scores.nats[i, example.right]), float(scores.top_share[i, example.right])
         row["nats_per_token"] = row["nats"] / len(example.options[example.right])
         row["exact"] = row["tokens"] == 1

@@ -3,7 +3,6 @@ format.
 """
 
 import gzip
-import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ class HubSource(NamedTuple):
     subset: str | None
     split: str
     file: str
-    text_of: Callable[[dict[str, Any]], str] = lambda row: json.dumps(row) + "\n"
+    text_of: Callable[[dict[str, Any]], str]
     """The text of a row."""
     revision: str | None = None
 
@@ -61,8 +60,6 @@ class DataSet:
     """Hash of the published file; None: not known."""
     bytes: int | None = None
     """Size of a published file whose hash is not known."""
-    lines: int | None = None
-    """Number of lines of a published file whose hash is not known."""
     texts: Callable[[Path], Iterable[str]] | None = None
     """Reads the texts of the examples in a file. Raises DataError for another format. None: it has no separate ones."""
 
@@ -89,8 +86,7 @@ class DataSet:
         others = [one.name for one in DATA_SETS.values() if one.sha256 == sha256]
         if others and self.name not in others:
             raise DataError(f"{setting} {path}: the published file of {others[0]}; give {self.description}")
-        size, lines = len(data), data.rstrip().count(b"\n") + 1
-        same_size = (self.bytes or size, self.lines or lines) == (size, lines)
+        same_size = (self.bytes or len(data)) == len(data)
         is_published = sha256 == self.sha256 if self.sha256 else None if same_size else False
         return SetFile(path, sha256, is_published)
 

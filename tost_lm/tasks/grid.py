@@ -24,7 +24,7 @@ from tost_lm.markdown import format_chance, table, with_error, with_interval
 from tost_lm.page import Chart, Page, draw_heatmap, new_panels
 from tost_lm.tasks.evaluated_model import EvaluatedModel, checkpoint_of
 from tost_lm.tasks.haystacks import Text
-from tost_lm.tasks.queries import GridConfig, Queries, QuerySource, RetrievalConfig
+from tost_lm.tasks.queries import GridConfig, Queries, QuerySource
 from tost_lm.tasks.task import Family, Inputs, Measure, Measurement, Place, Row, Task
 
 if TYPE_CHECKING:
@@ -99,11 +99,10 @@ class GridTask(Task):
         cells = grid.stored(ranks, scorer, place) if place else [grid.measure(cell, scorer)[0] for cell in grid.cells]
         results = {"pattern": model.config.pattern, "chance": grid.queries.chance, "cells": cells}
         print(table(HEADER, rows_of(grid.queries.name, results)))
-        if isinstance(settings, RetrievalConfig):
-            results["threshold"] = settings.threshold
-            (found,) = effective_lengths({grid.queries.name: results})
-            results["effective_length"] = {"tokens": found.tokens, "low": found.low, "high": found.high}
-            print(f"effective length: {found.shown}; {found.about}")
+        results["threshold"] = settings.threshold
+        (found,) = effective_lengths({grid.queries.name: results})
+        results["effective_length"] = {"tokens": found.tokens, "low": found.low, "high": found.high}
+        print(f"effective length: {found.shown}; {found.about}")
         return results
 
     def totals_of(self, results: Row) -> Row:
@@ -155,7 +154,7 @@ class Grid:
         from tost_lm.tasks.answers import score_cell
 
         scores, rows = score_cell(self.queries, scorer, *cell, self.samples)
-        return {**cell._asdict(), "samples": self.samples, **self.queries.facts(cell.length), **scores}, rows
+        return {**cell._asdict(), "samples": self.samples, **scores}, rows
 
     def stored(self, ranks: Ranks, scorer: "Scorer", place: Place) -> list[Row]:
         """The scores of all cells with files, also of earlier calls, by length and depth.
@@ -231,8 +230,8 @@ def section(run: EvaluatedModel, page: Page) -> str:
     if not found:
         return ""
     paragraphs = [
-        "## Retrieval and use of context",
-        page.add_figure("context", cells_chart(found), "Accuracy by task and length, with control"),
+        "## Retrieval",
+        page.add_figure("retrieval", cells_chart(found), "Accuracy by task and length, with control"),
         table(
             (*HEADER, "checkpoint"),
             [(*row, checkpoint_of(run, results)) for name, results in found.items() for row in rows_of(name, results)],

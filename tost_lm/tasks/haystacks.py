@@ -38,7 +38,6 @@ class Text:
         ids: Iterable[np.ndarray],
         facts: dict[str, str],
         shards: Shards | None = None,
-        is_one_document: bool = False,
     ) -> None:
         """
         Args:
@@ -46,20 +45,10 @@ class Text:
             ids: its ids in arrays of any length.
             facts: identify the text in results.
             shards: the shards that it comes from.
-            is_one_document: whether all arrays are one document; otherwise each is one.
         """
-        self.name, self.facts, self.shards, self.is_one_document = name, facts, shards, is_one_document
+        self.name, self.facts, self.shards = name, facts, shards
         self._unread, self._read = iter(ids), list[np.ndarray]()
-        self.for_length, self.documents = cache(self._for_length), cache(self._documents)
-
-    def _arrays(self) -> Iterator[np.ndarray]:
-        """All arrays of the text, int64."""
-        for number in count():
-            if number == len(self._read):
-                if (array := next(self._unread, None)) is None:
-                    return
-                self._read.append(array.astype(np.int64))
-            yield self._read[number]
+        self.for_length = cache(self._for_length)
 
     def _for_length(self, length: int) -> np.ndarray:
         """The ids that haystacks of `length` tokens are taken from, int64: the first arrays with 64 times as many.
@@ -67,34 +56,29 @@ class Text:
         Raises:
             DataError: the text has fewer tokens than `length`.
         """
-        found = _first(self._arrays(), _wanted(length))
-        tokens = sum(map(len, found))
+        wanted, found, tokens = min(SPREAD * length, length + SPREAD_TOKENS), [], 0
+        for number in count():
+            if number == len(self._read):
+                if (array := next(self._unread, None)) is None:
+                    break
+                self._read.append(array.astype(np.int64))
+            found.append(self._read[number])
+            tokens += len(found[-1])
+            if tokens >= wanted:
+                break
         if tokens < length:
-            raise DataError(f"{self.name} has {tokens:,} tokens, too few for {_fix(length)}")
-        return np.concatenate(found)
-
-    def _documents(self, length: int) -> list[np.ndarray]:
-        """The first two or more documents of at least `length` tokens, int64: with 64 times as many tokens together.
-
-        A text of one document is divided into two of the same size.
-
-        Raises:
-            DataError: the text has fewer than two such documents.
-        """
-        documents = np.array_split(self.for_length(length), 2) if self.is_one_document else self._arrays()
-        found = _first((document for document in documents if len(document) >= length), _wanted(length), least=2)
-        if len(found) < 2:
             raise DataError(
-                f"{self.name} has no two documents or halves of {length:,} tokens, too few for {_fix(length)}"
+                f"{self.name} has {tokens:,} tokens, too few for lengths of {length:,}; give a longer text "
+                "(haystack=FILE in the settings of the task) or lower lengths"
             )
-        return found
+        return np.concatenate(found)
 
     @classmethod
     def of_file(cls, path: Path, tokenizer: Tokenizer) -> "Text":
         """Raises DataError when the file is missing, empty or not UTF-8."""
         file = TextFile.check(path, "haystack")
         facts = {"text": str(path), "text_sha256": file.sha256}
-        return cls(f"haystack {path}", encode_blocks(tokenizer, file.blocks()), facts, is_one_document=True)
+        return cls(f"haystack {path}", encode_blocks(tokenizer, file.blocks()), facts)
 
     @classmethod
     def of_shards(cls, shards: Shards, tokenizer: Tokenizer) -> "Text":
@@ -111,21 +95,6 @@ class Text:
         facts = {"text": "documentation of Python", "text_sha256": digest.hexdigest()}
         ids = (tokenizer.encode_array(text.encode(errors="replace").decode()) for text in embedded_texts())
         return cls("the documentation of Python", _joined(ids, tokenizer), facts)
-
-
-def _first(arrays: Iterable[np.ndarray], tokens: int, least: int = 1) -> list[np.ndarray]:
-    """The first arrays with so many tokens together, at least `least`; all if there are fewer."""
-    found, total = [], 0
-    for array in arrays:
-        found.append(array)
-        total += len(array)
-        if len(found) >= least and total >= tokens:
-            break
-    return found
-
-
-def _fix(length: int) -> str:
-    return f"lengths of {length:,}; give a longer text (haystack=FILE in the settings of the task) or lower lengths"
 
 
 def text_haystack(text: Text, length: int, tokens: int, draws: np.random.Generator) -> Haystack:
@@ -188,11 +157,6 @@ def sentence_end(tokenizer: Tokenizer, haystack: np.ndarray, depth: float) -> in
     return 0
 
 
-def _wanted(length: int) -> int:
-    """Tokens of a text that examples of `length` tokens are drawn from."""
-    return min(SPREAD * length, length + SPREAD_TOKENS)
-
-
 def _joined(documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     between = tokenizer.encode_array(BETWEEN)
     for document in documents:
@@ -222,8 +186,6 @@ _NOUNS = """
 """
 ADJECTIVES, NOUNS = tuple(_ADJECTIVES.split()), tuple(_NOUNS.split())
 PAIRS = len(ADJECTIVES) * len(NOUNS)
-LONGEST_KEY = max(map(len, ADJECTIVES)) + 1 + max(map(len, NOUNS))
-"""Characters of the longest pair."""
 
 
 def word_keys(draws: np.random.Generator) -> Iterator[str]:

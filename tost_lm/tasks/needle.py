@@ -8,13 +8,13 @@ from pydantic import Field
 from tost_lm.data.passages import TEST_NAMES, TEST_WORDS
 from tost_lm.tasks.grid import GridTask, section
 from tost_lm.tasks.haystacks import insert_needles, text_haystack
-from tost_lm.tasks.queries import GridConfig, Queries, Query, QuerySource, RetrievalConfig
+from tost_lm.tasks.queries import GridConfig, Queries, Query, QuerySource
 from tost_lm.tasks.task import Family
 
 NAME = "needle@keys"
 
 
-class NeedleConfig(RetrievalConfig):
+class NeedleConfig(GridConfig):
     """Task `needle@keys`."""
 
     section = "needle"

@@ -1,8 +1,8 @@
-"""Tasks of users: test sets that a TOML file describes, and Python files that register a family.
+"""Tasks of users: documents that a TOML file names, and Python files that register a family.
 
-    [documents.laws]                      [choices.exam]
-    file = "laws.jsonl"                   file = "exam.jsonl"
-    text = "body"                         question = "q"
+    [documents.laws]
+    file = "laws.jsonl"
+    text = "body"
 
 A Python file is run only if the user names it, as a task: `tost eval RUN mine.py`. It calls `register`.
 """
@@ -10,7 +10,6 @@ A Python file is run only if the user names it, as a task: `tost eval RUN mine.p
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import sha256_bytes
 from tost_lm.inference.requests import disjoint_windows
 from tost_lm.tasks.data_sets import SetFile, unpacked
-from tost_lm.tasks.multiple_choice import MultipleChoice, Question
 from tost_lm.tasks.perplexity import RunningText
 from tost_lm.tasks.registry import FAMILIES
 from tost_lm.tasks.scored import Example, read_json_lines
@@ -38,19 +36,6 @@ class DocumentsConfig(Section):
     """Field of the text."""
 
 
-class ChoicesConfig(Section):
-    """The user's questions, task `NAME@choices`: the likeliest choice after `Question: …\\nAnswer:`, as in ARC."""
-
-    file: Path
-    """JSON lines with a question each, compressed if the name ends in .gz."""
-    question: str = "question"
-    """Field of the question."""
-    choices: str = "choices"
-    """Field of the list of choices."""
-    answer: str = "answer"
-    """Field of the right choice: its index from 0, or its text."""
-
-
 class Documents(RunningText):
     headline, about = "bits_per_byte", "bits per byte of the user's documents"
 
@@ -58,7 +43,10 @@ class Documents(RunningText):
         self.name, self.settings = f"{name}@documents", settings
 
     def find_file(self, given: Mapping[str, Path], section: str = "sets") -> SetFile:
-        return _file(f"documents.{self.name.split('@')[0]}.file", self.settings.file)
+        path, setting = self.settings.file, f"documents.{self.name.split('@')[0]}.file"
+        if not path.is_file():
+            raise DataError(f"{setting} {path}: no such file; give JSON lines")
+        return SetFile(path, sha256_bytes(unpacked(path)), None)
 
     def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
         key, found = self.settings.text, []
@@ -71,38 +59,9 @@ class Documents(RunningText):
         return found
 
 
-class Choices(MultipleChoice):
-    about = "accuracy of the user's multiple choice"
-
-    def __init__(self, name: str, settings: ChoicesConfig):
-        self.name, self.settings, self.headline = f"{name}@choices", settings, "accuracy"
-        self.read = partial(_question, settings)
-        self.expected = f'JSON lines with "{settings.question}", "{settings.choices}" and "{settings.answer}"'
-
-    def find_file(self, given: Mapping[str, Path], section: str = "sets") -> SetFile:
-        return _file(f"choices.{self.name.split('@')[0]}.file", self.settings.file)
-
-
-def _question(settings: ChoicesConfig, row: Any) -> Question:
-    names = settings.question, settings.choices, settings.answer
-    asked, choices, answer = (row.get(name) if isinstance(row, dict) else None for name in names)
-    if not isinstance(asked, str) or not isinstance(choices, list) or not all(isinstance(x, str) for x in choices):
-        raise DataError(f'no text under "{names[0]}" with a list of texts under "{names[1]}"')
-    labels = [str(number) for number in range(len(choices))]
-    right = labels[choices.index(answer)] if answer in choices else str(answer)
-    return Question(f"Question: {asked}\nAnswer:", choices, labels, right)
-
-
-def _file(setting: str, path: Path) -> SetFile:
-    if not path.is_file():
-        raise DataError(f"{setting} {path}: no such file; give JSON lines")
-    return SetFile(path, sha256_bytes(unpacked(path)), None)
-
-
-def described(documents: Mapping[str, DocumentsConfig], choices: Mapping[str, ChoicesConfig]) -> dict[str, Family]:
-    """The families of test sets that settings describe, by name."""
-    found = {name: Family(name, [Documents(name, own)]) for name, own in documents.items()}
-    return found | {name: Family(name, [Choices(name, own)]) for name, own in choices.items()}
+def described(documents: Mapping[str, DocumentsConfig]) -> dict[str, Family]:
+    """The families of documents that settings name, by name."""
+    return {name: Family(name, [Documents(name, own)]) for name, own in documents.items()}
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,6 @@ class GridConfig(Section):
     haystack: Path | None = None
     """A UTF-8 file for haystacks; default: the held-out documents, or Python's documentation if there are none."""
 
-
-class RetrievalConfig(GridConfig):
-    """Settings of tasks that have an effective length."""
-
     threshold: float = Field(default=RULER_THRESHOLD, gt=0, le=1)
     """The effective length is the longest one with at least this mean score; default: RULER's."""
 
@@ -86,14 +82,12 @@ class Queries(ABC):
         room: tokens left for the answer.
         depths: depths of the grid's cells; (None,) if depths are drawn.
         text: source of the haystacks; None: they are generated.
-        conditions: names of the texts of a query. The first asks the question, the others are its controls.
     """
 
     chance: float
     room: int
     depths: tuple[float | None, ...] = (None,)
     text: Text | None = None
-    conditions: tuple[str, ...] = ("needle", "control")
 
     def __init__(self, name: str, source: QuerySource):
         """Raises TostError if there is no text for them."""
@@ -104,18 +98,14 @@ class Queries(ABC):
         """Maximum over the first `samples` queries of the tokens besides the haystack, with room for the answer."""
 
     @abstractmethod
-    def query(self, length: int, depth: float | None, sample: int) -> tuple[Query, ...]:
-        """A query under each condition: the same question, for retrieval with and without the needles in the text.
+    def query(self, length: int, depth: float | None, sample: int) -> tuple[Query, Query]:
+        """The query, and its control: the same question after a text without the needles.
 
-        The first prompt has `length` − `room` tokens, and no other has more. `length` must be greater than `needed`.
+        Both prompts have `length` − `room` tokens. `length` must be greater than `needed`.
 
         Raises:
             DataError: `text` is shorter than the length.
         """
-
-    def facts(self, length: int) -> dict[str, int]:
-        """More about the cells of a length, for their files."""
-        return {}
 
     def lengths(self, settings: GridConfig, model: "ModelFacts") -> list[int]:
         """The lengths of the cells: those given, else what fits of a quarter, half and all of the context length.
@@ -142,10 +132,10 @@ class Queries(ABC):
         return chosen
 
     def identity(self, settings: GridConfig) -> dict[str, Any]:
-        """The settings that the results depend on. Those of the cells are called `lengths`."""
+        """The settings that the results depend on."""
+        names = ("lengths", "samples", "seed", "threshold")
         depths = {} if self.depths == (None,) else {"depths": list(self.depths)}
-        threshold = {"threshold": settings.threshold} if isinstance(settings, RetrievalConfig) else {}
-        return {"lengths": settings.lengths, "samples": settings.samples, "seed": settings.seed, **depths, **threshold}
+        return {name: getattr(settings, name) for name in names} | depths
 
     def draws(self, *place: int) -> np.random.Generator:
         """Random numbers of this task's seed for a place, for example a length and the number of an example."""
@@ -187,7 +177,7 @@ class PuzzleQueries(Queries):
         puzzles = (self.puzzle(self.draws(sample)) for sample in range(samples))
         return max(self._frame(puzzle) + sum(map(len, self._needles(puzzle))) for puzzle in puzzles)
 
-    def query(self, length: int, depth: float | None, sample: int) -> tuple[Query, ...]:
+    def query(self, length: int, depth: float | None, sample: int) -> tuple[Query, Query]:
         puzzle, draws = self.puzzle(self.draws(sample)), self.draws(sample, length)
         tokens = length - self._frame(puzzle)
         haystack = self.haystack(puzzle, length, tokens, draws)

@@ -3,27 +3,18 @@
 `tost_lm.tasks.own` adds those of users.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from tost_lm.config import validate
-from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, did_you_mean
 from tost_lm.tasks import (
-    context,
     heldout,
     loss_by_position,
     missing_word,
-    multiple_choice,
     needle,
     perplexity,
     ruler,
     text,
-    tost_release,
 )
-from tost_lm.tasks.grid import GridTask
-from tost_lm.tasks.haystacks import Text
-from tost_lm.tasks.queries import Queries, QuerySource
 from tost_lm.tasks.task import Family, Task
 
 FAMILIES: dict[str, Family] = {
@@ -31,12 +22,9 @@ FAMILIES: dict[str, Family] = {
     for family in (
         needle.FAMILY,
         ruler.FAMILY,
-        context.FAMILY,
         heldout.FAMILY,
         perplexity.FAMILY,
         missing_word.FAMILY,
-        multiple_choice.FAMILY,
-        tost_release.FAMILY,
         loss_by_position.FAMILY,
         text.FAMILY,
     )
@@ -52,10 +40,6 @@ ZERO_SHOT = (
     "lambada_standard@lm-eval",
     "cbt_cn@gpt2",
     "cbt_ne@gpt2",
-    "hellaswag@lm-eval",
-    "arc_easy@lm-eval",
-    "arc_challenge@lm-eval",
-    "piqa@lm-eval",
 )
 GROUPS = {"zero-shot": ZERO_SHOT}
 """Names that stand for several tasks, beside those of families: the test sets of the hub."""
@@ -91,11 +75,3 @@ def find_tasks(names: Sequence[str], more: Mapping[str, Family] | None = None) -
         own = [task.name for task in family.tasks] if family else GROUPS.get(name, (name,))
         found |= {one: find_task(one, more) for one in own}
     return list(found.values())
-
-
-def make_queries(name: str, tokenizer: Tokenizer, text: Callable[[], Text], **settings: Any) -> Queries:
-    """The queries of a task with cells; `settings` are those of its family, and `text` is called if it needs a text."""
-    family, task = find_task(name)
-    assert isinstance(task, GridTask)
-    assert family.settings
-    return task.make(name, QuerySource(validate(family.settings, settings, family.name), tokenizer, text))

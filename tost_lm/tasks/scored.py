@@ -228,10 +228,9 @@ def to_array(rows: Sequence[Row], key: str) -> np.ndarray:
     return np.array([row[key] for row in rows], dtype=np.float64)
 
 
-def accuracy_of(rows: Sequence[Row], measure: str = "") -> Row:
-    """The number of examples, and the fraction of those whose `<measure>right` is true, with its standard error (None
-    for one example)."""
-    right = to_array(rows, f"{measure}right")
+def accuracy_of(rows: Sequence[Row]) -> Row:
+    """The number of examples, and the fraction of those that are `right`, with its standard error (None for one
+    example)."""
+    right = to_array(rows, "right")
     error = float(right.std() / (len(rows) - 1) ** 0.5) if len(rows) > 1 else None
-    name = f"{measure}accuracy"
-    return {"examples": len(rows), name: float(right.mean()), f"{name}_standard_error": error}
+    return {"examples": len(rows), "accuracy": float(right.mean()), "accuracy_standard_error": error}

@@ -9,7 +9,7 @@ from tost_lm.config import Section, is_from_user
 from tost_lm.inference.settings import RanksConfig
 from tost_lm.parallel.settings import LaunchConfig
 from tost_lm.tasks.data_sets import Sets
-from tost_lm.tasks.own import ChoicesConfig, DocumentsConfig, described, run_file
+from tost_lm.tasks.own import DocumentsConfig, described, run_file
 from tost_lm.tasks.registry import FAMILIES, find_tasks
 from tost_lm.tasks.scored import WindowConfig
 from tost_lm.tasks.task import Family, Task
@@ -28,8 +28,6 @@ class _Shared(Section):
 
     documents: dict[str, DocumentsConfig] = Field(default_factory=dict)
     """The user's documents: [documents.NAME] with file and text, the field of the text in its JSON lines. NAME is the name of the task."""
-    choices: dict[str, ChoicesConfig] = Field(default_factory=dict)
-    """The user's multiple choice: [choices.NAME] with file, and with the fields question, choices and answer of its JSON lines."""
     own: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Settings of families that files of the user's register: [own.FAMILY]."""
 
@@ -51,7 +49,7 @@ class _Shared(Section):
 
 def tasks_of(config: Any) -> list[tuple[Family, Task]]:
     """The tasks of the settings. Raises ConfigError for an unknown name."""
-    return find_tasks(config.tasks, described(config.documents, config.choices))
+    return find_tasks(config.tasks, described(config.documents))
 
 
 _SECTIONS: dict[str, Any] = {

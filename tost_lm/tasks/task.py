@@ -62,11 +62,6 @@ class Place(NamedTuple):
     identity: Row
     """Everything that the results depend on."""
 
-    @property
-    def saved_position(self) -> Path:
-        """The position in a text; removed when there are results."""
-        return self.folder / "position.pt"
-
 
 Measure = Callable[["LanguageModel", Ranks, Place | None], Row]
 """Returns the results. All ranks call it together, and what rank 0 returns is stored. Without a place, during training,
@@ -196,7 +191,6 @@ def evaluate(
             results = measure(model, ranks, place)
             if ranks.rank == 0:
                 evaluated.write_results(task.name, place.identity, started, results)
-                place.saved_position.unlink(missing_ok=True)
     for note in inputs.notes:
         print(note)
     return failures

@@ -30,7 +30,7 @@ class TextConfig(Section):
 class TextStream(Task):
     """Each token is predicted from all tokens before it in the file. Memory does not grow with the text, except that
     softmax layers without a window keep keys and values of all tokens. A model with learned positions reads no more
-    tokens than it has positions. The position is saved every 10 seconds, and the same command resumes."""
+    tokens than it has positions."""
 
     name, about = NAME, "bits per byte of the file text.file, read as one stream"
     headline, column = "bits_per_byte", ("text file, bits per byte", ".4f")
@@ -45,15 +45,14 @@ class TextStream(Task):
 
         def measure(model: "LanguageModel", ranks: Ranks, place: Place | None) -> Row:
             from tost_lm.inference.generation import state_bytes
-            from tost_lm.inference.long_text import SavedPosition, score_text
+            from tost_lm.inference.long_text import score_text
 
             print(f"scoring {text.path}, {text.bytes:,} bytes", flush=True)
             if model.config.kept_tokens is None and model.config.position_limit is None:
                 print("the model keeps all tokens: memory and time per token grow with the text", flush=True)
-            saved = SavedPosition(place.saved_position, place.identity, ranks) if place else None
             with ProgressBar("scoring", "tokens") as progress:
                 report = progress if place and ranks.rank == 0 else None
-                scores, state = score_text(model, inputs.lossless_tokenizer, text, ranks, saved, report)
+                scores, state = score_text(model, inputs.lossless_tokenizer, text, ranks, report)
             bytes_of_state = state_bytes(state, ranks.tensor_ranks)
             print(
                 f"{scores['bits_per_byte']:.4f} bits/byte, {scores['nats_per_token']:.4f} nats/token, perplexity "

@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from experiments.contamination import search
 from experiments.contamination.search import SetNgrams, SetTotals, measure_contamination
 from tost_lm.data.shards import Shards
 from tost_lm.data_prep.build import build_shards
-from tost_lm.tasks.multiple_choice import ARC_EASY
 
 WORDS = ["the", "The", "lines", "of", "this,", "page.", "are", "short", "naïve", "42", "(they)", "say_little", "漢字"]
 
@@ -95,10 +93,3 @@ def test_sets_without_ngrams_find_nothing():
     ngrams = SetNgrams({"short": ["too short", ""]})
     assert ngrams.examples == [("short", 1), ("short", 2)]
     assert ngrams.find("many words " * 20).tolist() == []
-
-
-def test_questions_are_searched_with_their_answers(tmp_path: Path):
-    row = {"question": "Which is short?", "choices": {"text": ["a page", "no"], "label": ["A", "B"]}, "answerKey": "B"}
-    (tmp_path / "file").write_text(json.dumps(row) + "\n")
-    assert ARC_EASY.texts
-    assert ARC_EASY.texts(tmp_path / "file") == ["Question: Which is short?\nAnswer: no"]

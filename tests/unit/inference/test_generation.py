@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from tost_lm.errors import CheckpointError, ConfigError
+from tost_lm.errors import ConfigError
 from tost_lm.inference.generation import Sampling, generate, generate_text, print_stream, sampler, until
 from tost_lm.model.streaming import prefill
 
@@ -97,14 +97,11 @@ def test_invalid_sampling_is_refused_before_the_first_token(make_model, sampling
     ("texts", "stops", "expected"),
     [
         (["ab", "c"], [], ["ab", "c", ""]),
-        (["ab", "cd", "e"], ["cd"], ["ab", ""]),
         (["ab", "cd", "e"], ["bc"], ["a", ""]),
         (["ab", "bd", "e"], ["bc"], ["a", "bbd", "e", ""]),
         (["a", "b", "c", "d"], ["abcx", "cd"], ["", "", "", "ab"]),
         (["abcd"], ["d", "b"], ["a"]),
-        (["a", "a", "a", "b"], ["aab"], ["", "", "a", ""]),
         (["x", "", "\n", "\ny"], ["\n\n"], ["x", "", "", ""]),
-        (["x\n"], ["\n\n"], ["x", "\n"]),
     ],
 )
 def test_a_text_ends_before_the_first_stop(texts, stops, expected):
@@ -126,15 +123,6 @@ def test_text_decodes_the_ids_up_to_a_stop(make_model, tokenizer):
     assert stop not in tokenizer.decode(ids[: shorter.tokens - 1])
     with pytest.raises(ConfigError, match="a stop string is empty; leave it out"):
         generate_text(model, tokenizer, "Page 7.", 40, stops=["x", ""])
-
-
-def test_weights_that_are_not_finite_are_an_error(make_model, tokenizer):
-    model = make_model(vocab_size=tokenizer.vocab_size)
-    with torch.no_grad():
-        model.norm.weight[3] = torch.nan
-    for temperature in (0.0, 1.0):
-        with pytest.raises(CheckpointError, match="the model: its logits are not finite"):
-            "".join(generate_text(model, tokenizer, "Page", 5, Sampling(temperature)))
 
 
 def test_text_is_printed_as_it_arrives_and_only_its_start_is_kept(capsys):

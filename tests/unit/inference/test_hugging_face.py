@@ -130,12 +130,10 @@ def test_an_incomplete_model_is_rejected(saved: Path, tmp_path: Path):
     "setting",
     [
         {"_attn_implementation": "publisher/kernel"},
-        {"attn_implementation": "publisher/kernel"},
         {"attn_implementation": "flash_attention_2"},
         {"attn_implementation": {"": "publisher/kernel"}},
         {"per_layer_config": [{"_attn_implementation": "publisher/kernel"}]},
         {"experts_implementation": "sonicmoe"},
-        {"quantization_config": {"quant_method": "fbgemm_fp8"}},
         {"text_config": {"quantization_config": {"quant_method": "fbgemm_fp8"}}},
     ],
     ids=str,

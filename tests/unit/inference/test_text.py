@@ -1,7 +1,6 @@
 """Score of a text file read as one stream, and rejected files."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.eval.commands.evaluate import layout
-from tost_lm.inference.long_text import OnProgress, SavedPosition, score_text
-from tost_lm.inference.ranks import Ranks
+from tost_lm.inference.long_text import score_text
 from tost_lm.inference.settings import RanksConfig
 from tost_lm.inference.text_file import BLOCK_BYTES, TextFile
 from tost_lm.model.streaming import TILE_TOKENS
@@ -46,68 +44,6 @@ def test_the_score_of_a_stream_is_that_of_the_whole_text(text: TextFile, model, 
     assert scores["nats_per_token"] == scores["nats"] / tokens
     assert scores["perplexity_per_token"] == pytest.approx(math.exp(scores["nats"] / tokens))
     assert scores["bits_per_byte"] == pytest.approx(scores["nats"] / math.log(2) / size)
-
-
-class Killed(BaseException):
-    pass
-
-
-def kill_after(tokens: int) -> OnProgress:
-    def report(done: int, *_: object) -> None:
-        if done >= tokens:
-            raise Killed
-
-    return report
-
-
-@pytest.fixture
-def saved(tmp_path: Path, monkeypatch) -> Callable[..., SavedPosition]:
-    """Makes the saved position of a text; it is saved after each tile of 100 tokens."""
-    monkeypatch.setattr("tost_lm.inference.long_text.TILE_TOKENS", 100)
-    monkeypatch.setattr("tost_lm.inference.long_text.SAVE_EVERY_S", 0)
-    monkeypatch.setattr("tost_lm.inference.long_text.LARGEST_SHARE", math.inf)
-    return lambda **identity: SavedPosition(tmp_path / "position.pt", {"text_sha256": "0", **identity}, Ranks())
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("settings", [{"pattern": "TA", "softmax": {"window": 7}}, {"pattern": "DA"}], ids=str)
-def test_an_interrupted_text_resumes_with_equal_bits(
-    text: TextFile, make_model, tokenizer: Tokenizer, saved, settings: dict, capsys
-):
-    model = make_model(vocab_size=tokenizer.vocab_size, **settings, **UNLIMITED)
-    scores, state = score_text(model, tokenizer, text)
-    for tokens in (300, 1000):
-        with pytest.raises(Killed):
-            score_text(model, tokenizer, text, saved=saved(), report=kill_after(tokens))
-    resumed, resumed_state = score_text(model, tokenizer, text, saved=saved())
-    assert resumed == scores
-    assert [[x.tolist() for x in layer] for layer in resumed_state.layers] == [
-        [x.tolist() for x in layer] for layer in state.layers
-    ]
-    assert capsys.readouterr().out == "resuming after 200 tokens\nresuming after 900 tokens\n"
-    again, _ = score_text(model, tokenizer, text, saved=saved())  # it was killed before the result was written
-    assert again == scores
-    assert capsys.readouterr().out == f"resuming after {scores['tokens']:,} tokens\n"
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda path: None, "saved with another text_sha256, checkpoint"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged"),
-        (lambda path: path.write_bytes(b""), "damaged"),
-    ],
-)
-def test_a_position_of_another_text_or_a_damaged_one_is_named(
-    text: TextFile, model, tokenizer: Tokenizer, saved, tmp_path: Path, change, problem: str, capsys
-):
-    with pytest.raises(Killed):
-        score_text(model, tokenizer, text, saved=saved(), report=kill_after(500))
-    change(tmp_path / "position.pt")
-    identity = {"text_sha256": "1", "checkpoint": "step"} if "another" in problem else {}
-    scores, _ = score_text(model, tokenizer, text, saved=saved(**identity))
-    assert capsys.readouterr().out == f"{tmp_path}/position.pt: {problem}; scoring starts at the beginning\n"
-    assert scores == score_text(model, tokenizer, text)[0]
 
 
 def test_a_text_longer_than_the_positions_is_rejected_with_its_length(tmp_path: Path, make_model, tokenizer: Tokenizer):

@@ -1,6 +1,5 @@
 """The harness's scores and texts equal ours on the same files."""
 
-import gzip
 import json
 import math
 import random
@@ -12,12 +11,10 @@ import torch
 from evaluations import scored
 from lm_eval.api.instance import Instance
 from local_tasks import run_local_task
-from shared_data import GPT2_BPE, SHARED, needs_shared
 
 import tost_lm
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import CheckpointError, TostError
 from tost_lm.eval.lm_eval import HarnessModel
 from tost_lm.inference.generation import GREEDY, Continuation
@@ -39,10 +36,6 @@ WIKI = "".join(
     f" = Page {number} = \n \n They say little , do they ? No . \n = = Part = = \n {TEXT * number} \n \n"
     for number in range(4)
 )
-TASKS = {
-    "lambada_openai@lm-eval": "lambada/lambada_openai.yaml",
-    "wikitext2@lm-eval": "wikitext/wikitext.yaml",
-}
 
 
 @pytest.mark.parametrize(
@@ -97,32 +90,6 @@ def native(folder: Path, task_name: str, path: Path, tokenizer: Tokenizer) -> di
     return task.totals(rows)
 
 
-def harness(folder: Path, task_name: str, documents: list[dict], place: Path) -> dict:
-    """Results of the harness's own task on our documents."""
-    return run_local_task(folder, TASKS[task_name], documents, place)[0]
-
-
-def check_parity(folder: Path, tokenizer: Tokenizer, lambada: str, wiki: str, place: Path) -> float:
-    """Compare both sides; returns the accuracy."""
-    (place / "lambada.jsonl").write_text(lambada)
-    (place / "wiki.raw").write_text(wiki)
-    ours = native(folder, "lambada_openai@lm-eval", place / "lambada.jsonl", tokenizer)
-    theirs = harness(
-        folder, "lambada_openai@lm-eval", [{"text": text} for text in passages(place / "lambada.jsonl")], place / "1"
-    )
-    assert theirs["acc,none"] == pytest.approx(ours["accuracy"], rel=FLOAT32_REORDERED)
-    assert theirs["acc_stderr,none"] == pytest.approx(ours["accuracy_standard_error"], rel=FLOAT32_REORDERED)
-    assert math.log(theirs["perplexity,none"]) == pytest.approx(ours["nats_per_word"], rel=FLOAT32_REORDERED)
-    accuracy = ours["accuracy"]
-    ours = native(folder, "wikitext2@lm-eval", place / "wiki.raw", tokenizer)
-    theirs = harness(folder, "wikitext2@lm-eval", [{"page": page} for page in pages(place / "wiki.raw")], place / "2")
-    assert theirs["bits_per_byte,none"] == pytest.approx(ours["bits_per_byte"], rel=FLOAT32_REORDERED)
-    assert math.log(theirs["word_perplexity,none"]) == pytest.approx(
-        ours["nats"] / ours["words"], rel=FLOAT32_REORDERED
-    )
-    return accuracy
-
-
 @torch.inference_mode()
 def passages_with_greedy_ends(folder: Path, tokenizer: Tokenizer, count: int) -> list[str]:
     """Texts whose last word is one token, the most likely after the others."""
@@ -140,13 +107,19 @@ def passages_with_greedy_ends(folder: Path, tokenizer: Tokenizer, count: int) ->
 def test_the_harness_s_scores_are_ours(make_export, tokenizer, tmp_path):
     folder = make_export()
     right = passages_with_greedy_ends(folder, tokenizer, 5)
-    lambada = LAMBADA + "".join(json.dumps({"text": text}) + "\n" for text in right)
-    assert check_parity(folder, tokenizer, lambada, WIKI, tmp_path) == 5 / 35
-
-
-@needs_shared
-def test_the_harness_s_scores_are_ours_on_the_real_texts(make_export, tmp_path):
-    tokenizer = gpt2_tokenizer(GPT2_BPE)
-    lambada = gzip.decompress((SHARED / "eval/lambada_test.jsonl.gz").read_bytes()).decode().split("\n")[:100]
-    wiki = gzip.decompress((SHARED / "eval/wiki.test.raw.gz").read_bytes()).decode().split("\n")[:80]
-    check_parity(make_export(tokenizer), tokenizer, "\n".join(lambada) + "\n", "\n".join(wiki), tmp_path)
+    lambada, wiki = tmp_path / "lambada.jsonl", tmp_path / "wiki.raw"
+    lambada.write_text(LAMBADA + "".join(json.dumps({"text": text}) + "\n" for text in right))
+    wiki.write_text(WIKI)
+    ours = native(folder, "lambada_openai@lm-eval", lambada, tokenizer)
+    documents = [{"text": text} for text in passages(lambada)]
+    theirs, _ = run_local_task(folder, "lambada/lambada_openai.yaml", documents, tmp_path / "1")
+    assert theirs["acc,none"] == pytest.approx(ours["accuracy"], rel=FLOAT32_REORDERED)
+    assert theirs["acc_stderr,none"] == pytest.approx(ours["accuracy_standard_error"], rel=FLOAT32_REORDERED)
+    assert math.log(theirs["perplexity,none"]) == pytest.approx(ours["nats_per_word"], rel=FLOAT32_REORDERED)
+    assert ours["accuracy"] == 5 / 35
+    ours = native(folder, "wikitext2@lm-eval", wiki, tokenizer)
+    documents = [{"page": page} for page in pages(wiki)]
+    theirs, _ = run_local_task(folder, "wikitext/wikitext.yaml", documents, tmp_path / "2")
+    assert theirs["bits_per_byte,none"] == pytest.approx(ours["bits_per_byte"], rel=FLOAT32_REORDERED)
+    words = ours["nats"] / ours["words"]
+    assert math.log(theirs["word_perplexity,none"]) == pytest.approx(words, rel=FLOAT32_REORDERED)

@@ -32,9 +32,6 @@ NASTY = (
 )
 
 
-HOSTILE = ("![x](http://a/b.png)", "[x](javascript:alert(1))", "<img src=x onerror=alert(1)>", "a | b `c`")
-
-
 RESULTS: dict[str, dict[str, Any]] = {
     HELDOUT: {
         "model": {
@@ -123,15 +120,15 @@ def test_the_page_is_self_contained_and_figures_are_also_files(evaluated):
     assert not {"script", "link", "iframe", "a"} & {tag for tag, _ in page.tags}
     assert "url(" not in (evaluated / "report.html").read_text()
     shown = re.findall(r"^!\[[^\]]+\]\((.+)\)$", (evaluated / "report.md").read_text(), re.MULTILINE)
-    assert shown == [f"eval/report/{name}.png" for name in ("context", "loss")]
+    assert shown == [f"eval/report/{name}.png" for name in ("retrieval", "loss")]
     assert all((evaluated / name).read_bytes().startswith(b"\x89PNG") for name in shown)
-    files = {f"{name}.{ending}" for name in ("loss", "context") for ending in ("png", "csv")}
+    files = {f"{name}.{ending}" for name in ("loss", "retrieval") for ending in ("png", "csv")}
     assert {path.name for path in (evaluated / "eval/report").iterdir()} == files
 
 
-@pytest.mark.parametrize("name", ["".join(HOSTILE), NASTY], ids=["words", "page"])
-def test_names_are_only_text_whatever_they_hold(evaluated, name):
+def test_names_are_only_text_whatever_they_hold(evaluated):
     """Those of checkpoints, the run and its folder."""
+    name = NASTY
     identity = (read_result_file(evaluated / "eval" / NEEDLE / "results.json") or {})["identity"]
     change_results(evaluated, NEEDLE, identity=identity | {"checkpoint": name, "checkpoint_sha256": ""})
     config = evaluated / "config.toml"
@@ -200,32 +197,12 @@ def test_tasks_with_cells_have_a_heatmap_and_a_table_by_length(run_folder):
         in text
     )
     folder = run_folder / "eval/report"
-    rows = list(csv.DictReader((folder / "context.csv").read_text().splitlines()))
+    rows = list(csv.DictReader((folder / "retrieval.csv").read_text().splitlines()))
     assert [(row["task"], row["length"], row["found_share"], row["control_found_share"]) for row in rows] == [
         ("niah_single_1@own-words", "1024", "0.875", "0.0"), ("niah_single_1@own-words", "2048", "0.375", "0.125"),
         ("vt@own-words", "2048", "0.6", "0.2"),
     ]  # fmt: skip
-    assert (folder / "context.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_without_results_has_a_report(run_folder):
-    (run_folder / "metrics.jsonl").unlink()
-    page = text_of(run_folder)
-    assert "Overview" in page.text
-    assert "img" not in [tag for tag, _ in page.tags]
-
-
-@pytest.mark.quick
-def test_reports_are_reproducible(run_folder):
-    def written() -> dict[str, bytes]:
-        files = [
-            write_report(run_folder),
-            run_folder / "report.md",
-            *sorted((run_folder / "eval/report").iterdir()),
-        ]
-        return {file.name: file.read_bytes() for file in files}
-
-    assert written() == written()
+    assert (folder / "retrieval.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_other_folders_are_rejected(tmp_path, run_folder):

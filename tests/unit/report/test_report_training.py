@@ -60,13 +60,6 @@ def test_sections_without_data_are_empty(run_folder):
     assert not page.charts
 
 
-def test_metrics_are_those_of_a_comparison(run_folder):
-    add_rows(run_folder / "validation.jsonl", measurement(50, 5.5))
-    lines = metrics(RunRecord.read(run_folder)).splitlines()
-    header = "| seed | step | training loss | validation loss | tokens/s/device | peak memory (GB) |"
-    assert lines[2:] == [header, lines[3], "| 0 | 100 | 4.0000 | 5.5000 (step 50) | 160 | 2.50 |", *lines[5:]]
-
-
 def test_the_newest_launch_stands_beside_its_plan(run_folder):
     assert "tost plan" not in metrics(RunRecord.read(run_folder))
     planned = {"memory_peak_bytes": 2.25e9, "tokens_per_second": 400.0}
@@ -96,16 +89,10 @@ def test_events_have_reasons_and_samples(run_folder):
     ("file", "row", "problem"),
     [
         ("events", {"samples": [58]}, "samples: List should have at least 2 items after validation, not 1"),
-        ("events", {"samples": ["58", 59]}, "samples.0: Input should be a valid integer"),
-        ("events", {"samples": None}, "samples: Input should be a valid list"),
         ("events", {"event": "branched"}, "Value error, folder is missing or not a string"),
-        ("events", {"event": 3}, "event: Input should be a valid string"),
         ("events", 3, "Input should be a valid dictionary or instance of _Event"),
         ("evaluations", {"headline": "recall"}, "Value error, recall is missing or not a number"),
-        ("metrics", {"step": "3"}, "step: Input should be a valid integer"),
-        ("metrics", {"lr": "high"}, "lr: Input should be a valid number"),
         ("metrics", {"lr": float("nan")}, "lr: Input should be a finite number"),
-        ("validation", {"loss_by_position": {}}, "loss_by_position: Input should be a valid list"),
     ],
 )
 def test_a_damaged_row_is_one_line(run_folder, file, row, problem):

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 
 import pytest
+from evaluations import make_queries
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.tasks.haystacks import Text
 from tost_lm.tasks.queries import Queries
-from tost_lm.tasks.registry import make_queries
 
 LINES = [f"Page {page}. The lines of this page are short.\nThey say little! Do they?\nNo.\n\n" for page in range(300)]
 

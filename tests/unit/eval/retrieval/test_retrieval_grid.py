@@ -11,9 +11,8 @@ import pytest
 from tost_lm.config import validate
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.ranks import Ranks
-from tost_lm.intervals import wilson
 from tost_lm.tasks.answers import Scores
-from tost_lm.tasks.grid import Grid, rows_of
+from tost_lm.tasks.grid import Grid
 from tost_lm.tasks.haystacks import Text
 from tost_lm.tasks.needle import NAME as NEEDLE
 from tost_lm.tasks.needle import NeedleConfig, NeedleQueries
@@ -85,25 +84,6 @@ def test_each_cell_has_a_file_with_scores_and_examples(make_grid, run_folder, ca
     assert [(row["length"], row["depth"]) for row in results] == [(length, d) for length in LENGTHS for d in (0.0, 0.5)]
     assert results[1].items() <= cell.items()
     assert not {"examples", "identity", "seconds"} & set(results[1])
-
-
-def test_a_length_is_one_row_with_accuracy_control_and_chance(make_grid, run_folder, capsys):
-    results = make_grid().measure(Reader())
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.partition(",")[0] for line in printed] == [
-        f"{NEEDLE}: {file.removesuffix('.json')}" for file in cell_files(run_folder)
-    ]
-    cells = [json.loads(data) for data in cell_files(run_folder).values()]
-    for length, row in zip(LENGTHS, rows_of(NEEDLE, {"chance": 0.1, "cells": results}), strict=True):
-        rows = [[row["choice"] for row in cell["examples"]] for cell in cells if cell["length"] == length]
-        choices, controls = np.array([row[:2] for row in rows], float), np.array([row[2:] for row in rows], float)
-        low, high = wilson(choices.mean(), 4)
-        assert row[:4] == (NEEDLE, "10%", f"{length}", "4")
-        assert row[4:6] == (f"choice {choices.mean():.1%} ({low:.1%} to {high:.1%})", f"{controls.mean():.1%}")
-    make_grid([160, 180], [0.0]).measure(Reader())
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == f"{NEEDLE}: reusing 1 of 2 cells"
-    assert printed[1].startswith(f"{NEEDLE}: length_00000180_depth_0.00, ")
 
 
 def test_an_interrupted_grid_resumes(make_grid, run_folder):

@@ -1,7 +1,6 @@
 """Scores of a copier, of guesses, and of a model against forward passes over the whole text."""
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -45,21 +44,6 @@ def read_answer(text: str) -> str:
         for name, source in lines:
             holds[name] = holds.get(source, source)
         return "".join(listed([name for name, value in holds.items() if value == question.split()[-2]]))
-    if question == "Answer: The words are":
-        times = Counter(text.split("The list:")[1].split("\n")[0].split())  # equal ones in the order of the text
-        del times["..."]
-        return "".join(listed([word for word, _ in times.most_common(10 if "ten words" in text else 3)]))
-    if kind := re.fullmatch(r"Answer: The (river|mayor|inn) is", question):
-        *_, asked = re.findall(r"\nQuestion: .* of (.+)\?\n", text)
-        if born := re.fullmatch(r"the town in which (\S+) was born", asked):
-            asked = dict(re.findall(r"Document: (\S+) is a potter who was born in the town of (\S+)\.\n", text)).get(
-                born[1]
-            )
-        document = re.search(rf"Document: The town of {asked} lies .*\n", text)
-        answer = document and re.search(
-            {"river": r"river (\S+)\.", "mayor": r"mayor is (\S+),", "inn": r"the (\S+)\.\n"}[kind[1]], document[0]
-        )
-        return f" {answer[1]}" if answer else ""
     asked = re.fullmatch(rf"(?:Answer: )?{STATED} (.+?)(?: is| are)?", question)
     assert asked
     found = secrets(text)
@@ -76,27 +60,6 @@ def test_copying_is_right_with_the_needles_only(make_task, tokenizer, name):
     assert [row["sample"] for row in rows] == [*range(5), *range(5)]
     assert [row["condition"] for row in rows] == ["needle"] * 5 + ["control"] * 5
     assert ("choice_accuracy" in scores) == (name == NEEDLE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("niah_single_3@own-words", marks=pytest.mark.quick),
-        *(name for name in RETRIEVAL if name not in (NEEDLE, "niah_single_3@own-words")),
-    ],
-)
-def test_guesses_of_the_right_form_are_wrong(make_task, tokenizer, name):
-    task, other = make_task(name), make_task(name, seed=1)
-
-    def guess(examples: Sequence[Query], room: int) -> Scores:
-        """The answers to the questions of other texts."""
-        answers = [other.query(long_enough(task), None, number)[0].options[0] for number in range(len(examples))]
-        return Scores(np.ones((len(examples), 1)), np.zeros((len(examples), 1), dtype=bool), [*map(list, answers)])
-
-    scores, _ = score_cell(task, guess, long_enough(task), None, 20)
-    assert task.chance < 1e-3 or name == "niah_multikey_1@own-words"
-    assert scores["found_share"] == scores["control_found_share"] == 0
 
 
 @pytest.mark.parametrize("keys", [2, 4])
@@ -185,17 +148,3 @@ def test_a_generated_text_without_finite_logits_is_an_error(make_task, make_mode
     model.embedding.weight.data[first] = torch.nan
     with pytest.raises(CheckpointError, match="the model: its logits are not finite"):
         scorer([example], task.room)
-
-
-@torch.inference_mode()
-def test_exact_means_that_the_model_would_write_it(make_task, make_model, tokenizer):
-    task = make_task("niah_single_1@own-words")
-    length = task.needed(4) + 20
-    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=length).double()
-    asked = [task.query(length, None, sample)[0] for sample in range(4)]
-    written = model_scorer(model, tokenizer.vocab_size)(asked, 5).generated
-    own = [
-        Query(example.prompt, example.question, (), ((*ids,), (*ids[:-1], (ids[-1] + 1) % 300)), 0)
-        for example, ids in zip(asked, written, strict=True)
-    ]
-    assert model_scorer(model, tokenizer.vocab_size)(own, 1).top_share.tolist() == [[1, 0.8]] * 4

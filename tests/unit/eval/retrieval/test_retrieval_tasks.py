@@ -39,7 +39,7 @@ def shortest(task: Queries) -> int:
     return task.needed(20) + 1
 
 
-def examples(task: Queries, length: int, samples: int = SAMPLES) -> Iterator[tuple[Query, ...]]:
+def examples(task: Queries, length: int, samples: int = SAMPLES) -> Iterator[tuple[Query, Query]]:
     for depth in task.depths:
         for sample in range(samples):
             yield task.query(length, depth, sample)
