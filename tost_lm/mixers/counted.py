@@ -64,10 +64,10 @@ class _CountingShard:
         self.groups = (range(ranks),) if gathers else rank_groups(ranks)
         self.exchanged = self.grouped = self.dealt = self.gathered_channels = 0
 
-    def exchange_rows(self, row: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
+    def exchange_rows(self, row: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         self.exchanged += row.nbytes
         rows_R = torch.stack([row] * len(self.split.lengths))
-        return function(rows_R, slice(row.shape[-1]))[self.split.rank].clone()
+        return function(rows_R)[self.split.rank].clone()
 
     def gather_group(self, x: Tensor) -> Tensor:
         self.exchanged += x.nbytes if self.gathers else 0

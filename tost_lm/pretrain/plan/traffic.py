@@ -216,8 +216,8 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     heads, or gathered keys and values (with a window of a shard's last tokens).
 
     The forward sends all again for tiles that are computed twice. In all-to-alls, a rank sends its row in one, and the
-    results for other ranks in a second one. Maps of states take the place of one of the two exchanges: ranks gather
-    them in groups, then between groups.
+    results for other ranks in a second one. Maps of states are gathered in groups instead, then
+    between groups.
     """
     parallel, model, k = config.parallel, config.model, config.micro_batches
     ranks, tensor = parallel.sequence, parallel.tensor
@@ -233,7 +233,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     for layers, costs, _ in used:
         forward, backward = costs.exchanged
         if forward:
-            calls += k * layers * (1 if costs.grouped[0] else 2) * (passes + backwards)
+            calls += 2 * k * layers * (passes + backwards)
             statistics += k * rows * layers * (passes * forward + backwards * backward) / tensor
         # States between tiles: forward, again in the second forward, and backward.
         if costs.summed:
@@ -249,7 +249,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         yield Collectives("states after tiles", "all-to-all", 2 * summed, 2 * row, ranks, tensor)
     for layers, costs, _ in used:
         forward, backward = costs.grouped
-        calls = 2 * k * layers * (passes + backwards) if forward else 0
+        calls = 4 * k * layers * (passes + backwards) if forward else 0
         sent = rows * k * layers * (passes * forward + backwards * backward) / tensor * rows_of_groups(ranks)
         yield Collectives("maps of states", "all-to-all", calls, sent, ranks, tensor)
     for layers, costs, _ in used:
