@@ -171,15 +171,6 @@ def test_a_softmax_layer_exchanges_tokens_for_heads_and_back():
     assert backward == forward[::-1]
 
 
-@pytest.mark.quick
-def test_where_ranks_cannot_split_its_heads_it_gathers_keys_and_values_and_scatters_their_gradients():
-    tokens, ranks = 1023, 3
-    [(forward, backward)] = run_on_ranks(sent_in_steps, ranks, [Case(tokens, sequences=2, pattern="A")])[1]
-    shard_bytes = 4 * 2 * 2 * (tokens // ranks) * C
-    assert forward == [(KIND, shard_bytes)]
-    assert backward == [("reduce_scatter_tensor", ranks * shard_bytes)]
-
-
 def test_over_tensor_ranks_heads_send_one_number_a_token_and_three_back_and_the_loss_two():
     tokens = 64
     [(forward, backward)] = run_on_ranks(sent_in_steps, 2, [Case(tokens, sequences=2, tensor=True)])[0]

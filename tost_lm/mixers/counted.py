@@ -77,7 +77,7 @@ class _CountingShard:
     def gather_groups(self, x: Tensor) -> Tensor:
         return torch.stack([x] * len(self.groups))
 
-    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None, *, keep: bool = True) -> Tensor:
+    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         self.gathered_channels += x_BHTD.shape[1] * x_BHTD.shape[3]
         return torch.cat([x_BHTD[:, :, :1].expand(-1, -1, n, -1) for n in lengths or self.split.lengths], 2)
 

@@ -281,9 +281,8 @@ class SequenceShard(Protocol):
         """x, equal on all ranks of a group, of each group, [groups, …]. Not differentiable."""
         ...
 
-    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None, *, keep: bool = True) -> Tensor:
-        """x of every rank in rank order, differentiable. `lengths` are its tokens on each rank; None: whole shards.
-        Activation checkpointing keeps the result, or (not `keep`) gathers again."""
+    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """x of every rank in rank order, differentiable. `lengths` are its tokens on each rank; None: whole shards."""
         ...
 
     def deal(self, parts: Sequence[Dealt], *xs_BHTD: Tensor) -> tuple[Tensor, ...]:

@@ -1,17 +1,16 @@
 """Sequence parallelism, which Megatron and torchtitan call context parallelism.
 
-Softmax attention exchanges tokens for heads, or gathers keys and values, with a window those of each rank's last
-tokens. A TSSA layer exchanges one row of statistics twice forward and twice backward, at any length: Σw², then Σ Π·w²
-with Σ Π; backward, their gradients in reverse order. Each rank needs the sum over earlier ranks (backward: over later
-ranks). Up to `ALL_GATHER_RANKS` ranks gather all rows. Above that, each rank sums a slice of the columns for all ranks,
-so the bytes it receives do not grow with the ranks. The order is fixed, so all ranks have the same state. Other layers
-gather maps of states (`tost_lm.ops.affine`); above that number of ranks, within groups of about √R ranks and then
-between groups. Shapes as in `tost_lm.mixers.tssa.phases`; R ranks, C columns.
+Softmax attention exchanges tokens for heads, or with a window gathers keys and values of each rank's last tokens. A
+TSSA layer exchanges one row of statistics twice forward and twice backward, at any length: Σw², then Σ Π·w² with Σ Π;
+backward, their gradients in reverse order. Each rank needs the sum over earlier ranks (backward: over later ranks). Up
+to `ALL_GATHER_RANKS` ranks gather all rows. Above that, each rank sums a slice of the columns for all ranks, so the
+bytes it receives do not grow with the ranks. The order is fixed, so all ranks have the same state. Other layers gather
+maps of states (`tost_lm.ops.affine`); above that number of ranks, within groups of about √R ranks and then between
+groups. Shapes as in `tost_lm.mixers.tssa.phases`; R ranks, C columns.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -21,7 +20,7 @@ from torch.nn.functional import pad
 
 from tost_lm.ops.layout import Dealt, SequenceSplit
 from tost_lm.ops.precision import statistics_dtype
-from tost_lm.parallel.mesh import Axis, all_gather, all_to_all, not_keeping_received, reduce_scatter
+from tost_lm.parallel.mesh import Axis, all_gather, all_to_all, reduce_scatter
 from tost_lm.sizes import ALL_GATHER_RANKS, rank_groups
 
 
@@ -73,10 +72,9 @@ class RankShard:
         own = wanted.index(rank)
         return torch.cat([found[:own], x[None], found[own:]])
 
-    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None, *, keep: bool = True) -> Tensor:
+    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         """Implements `SequenceShard.gather`."""
-        with nullcontext() if keep else not_keeping_received():
-            return _Gather.apply(x_BHTD, self.axis, lengths or self.split.lengths)  # pyright: ignore[reportReturnType]
+        return _Gather.apply(x_BHTD, self.axis, lengths or self.split.lengths)  # pyright: ignore[reportReturnType]
 
     def deal(self, parts: Sequence[Dealt], *xs_BHTD: Tensor) -> tuple[Tensor, ...]:
         """Implements `SequenceShard.deal`: one all-to-all."""

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer, room_after
 from tost_lm.mixers.softmax.attention import attend, attend_one, causal_attention
-from tost_lm.mixers.softmax.balance import attend_balanced, is_balanced
+from tost_lm.mixers.softmax.balance import attend_balanced
 from tost_lm.mixers.softmax.cache import (
     KeysAndValues,
     KeyValueSlots,
@@ -124,7 +124,7 @@ class _Attention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None
     ) -> tuple[Tensor, KeyValueState | None]:
-        if not (self.window or state or self.info.output_state) and is_balanced(q, k, self.info):
+        if self.info.shard is not None and not (self.window or state or self.info.output_state):
             return attend_balanced(_attend_block, q, torch.cat([k, v], -1), self.info)[0], None
         up_to_here, sequence = self._around(k, v)
         attend_all = self._attend_rows if self.info.cu_seqlens is None else self._attend_packed

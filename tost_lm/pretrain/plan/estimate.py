@@ -72,7 +72,7 @@ def step_seconds(config: PlanConfig) -> Step:
     rate = tokens / peak(config)
     found = Step(
         products=(flops.products.total + products_again) * rate / cluster.achieved_flops,
-        attention=(flops.attention.total + attention_again) * rate / cluster.achieved_attention_flops * busiest(config),
+        attention=(flops.attention.total + attention_again) * rate / cluster.achieved_attention_flops,
         operator=tokens * operator_bytes_per_token(config) / bandwidth(config) + mixer_kernel_seconds(config),
         elementwise=tokens * elementwise_bytes_per_token(config) / bandwidth(config),
         loss=bytes_moved_by_loss(config) / bandwidth(config),
@@ -95,11 +95,6 @@ def exposed_seconds(config: PlanConfig, computed: float) -> float:
         hidden = computed * passes / (mixer_forwards(config) + 2) * max((one.passes for one in behind), default=0.0)
         exposed += max(0.0, seconds - hidden)
     return exposed
-
-
-def busiest(config: PlanConfig) -> float:
-    """Attention of the sequence rank with the most, over the mean."""
-    return max(costs_of(config, spec).busiest for spec, _ in config.model.mixers)
 
 
 def bandwidth(config: PlanConfig) -> float:

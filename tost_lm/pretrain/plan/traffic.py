@@ -261,21 +261,11 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     sizes = [min(config.tile_tokens, config.row_tokens - start) for start in starts]
     for layers, costs, kept in used:
         of_tiles = [gathered_tokens(kept, size / ranks) for size in sizes] if costs.gathered_channels else []
-        # Without a window, those of all earlier tiles are gathered for each tile in every pass and in the backward.
-        earlier = [of_tiles[:n] if kept is None else [] for n in range(len(of_tiles))]
-        before, before_last = ([one for of_tile in some for one in of_tile] for some in (earlier, earlier[:-1]))
-        in_second = float(bool(fraction_computed_twice(config)))
-        scattered = [(1.0, of_tiles), (1.0, before)]
-        gathered = [
-            (1 + again, of_tiles), (in_second, of_tiles[:-1]),
-            (2 + is_computed_again(config), before), (in_second, before_last),
-        ]  # fmt: skip
+        in_second = fraction_computed_twice(config) > 0
         e, calls = ELEMENT_BYTES[config.train.dtype], k * layers
-        times = calls * micro_batch_tokens(config) * ranks / config.row_tokens
-        once, sent = (
-            times * sum(n * sum(some) for n, some in gathers) * costs.gathered_channels / tensor
-            for gathers in (scattered, gathered)
-        )
-        scatters, gathers = (calls * sum(n * len(some) for n, some in of_kind) for of_kind in (scattered, gathered))
+        channels = calls * micro_batch_tokens(config) * ranks / config.row_tokens * costs.gathered_channels / tensor
+        sent = channels * ((1 + again) * sum(of_tiles) + in_second * sum(of_tiles[:-1]))
+        gathers = calls * ((1 + again) * len(of_tiles) + in_second * len(of_tiles[:-1]))
+        scattered, scatters = channels * sum(of_tiles), calls * len(of_tiles)
         yield Collectives("keys and values", "all-gather", gathers, e * sent, ranks, tensor)
-        yield Collectives("their gradients", "reduce-scatter", scatters, 4 * once * ranks, ranks, tensor)
+        yield Collectives("their gradients", "reduce-scatter", scatters, 4 * scattered * ranks, ranks, tensor)
