@@ -42,9 +42,6 @@ class EmaState(NamedTuple):
     mean: Tensor
     """h after some tokens, [N, C]; zeros before the first one."""
 
-    def to_running_dtype(self):  # for streams of any length: rounding errors decay with h
-        return self
-
 
 class GatedEma(TokenMixer):
     State, OF_HEADS = EmaState, ("log_rate",)

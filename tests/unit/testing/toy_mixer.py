@@ -64,9 +64,6 @@ class ToyState(NamedTuple):
     window: Tensor
     tokens: Tensor
 
-    def to_running_dtype(self) -> "ToyState":
-        return self
-
     def row(self, n: int) -> "ToyState":
         return ToyState(*(x[n : n + 1] for x in self))
 
