@@ -5,7 +5,8 @@ the first, and each tile adds to the gradients of the keys and values before it,
 their gradients, and by nothing else. The attention to a few keys at a time is exact: parts are joined by their
 log-sum-exps, and the backward of a part needs only that of the whole.
 
-A sequence rank stores the keys and values of its heads, of all tokens.
+A tile of the state has keys and values of a document, [B, G, t, E] side by side. A sequence rank stores those of its
+heads, of all tokens.
 
 Shapes: B rows, H heads of queries, G heads of keys and values, T tokens of a tile, t ≤ T of its last document, S keys,
 D channels a head, E = 2·D.
@@ -32,14 +33,9 @@ from tost_lm.torch_internals import (
 )
 
 
-class KeyValueTiles(SharedState):
-    """The state of a softmax layer without a window between tiles: keys and values of the document so far, [B, G, t, E]
-    side by side."""
-
-
 def attend_tile(
-    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, state: KeyValueTiles | None, info: SequenceInfo
-) -> tuple[Tensor, KeyValueTiles | None]:
+    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, state: SharedState | None, info: SequenceInfo
+) -> tuple[Tensor, SharedState | None]:
     """Attention of a tile's tokens to all earlier ones of their document, and the state for the next tile.
 
     Returns:
@@ -53,7 +49,7 @@ def attend_tile(
     return y_BHTD, _next_state(kv_BGTE, state, info) if info.output_state else None
 
 
-def _attend_up_to(state: KeyValueTiles | None, q_BHTD: Tensor, kv_BGSE: Tensor, info: SequenceInfo) -> Tensor:
+def _attend_up_to(state: SharedState | None, q_BHTD: Tensor, kv_BGSE: Tensor, info: SequenceInfo) -> Tensor:
     """Attention of the last T tokens to those of their documents in the tile and in earlier tiles."""
     local, T = info.local, q_BHTD.shape[2]
     before = kv_BGSE.shape[2] - T  # tokens of the tile
@@ -71,12 +67,12 @@ def _attend_up_to(state: KeyValueTiles | None, q_BHTD: Tensor, kv_BGSE: Tensor, 
     return torch.cat(ys, 2) if len(ys) > 1 else ys[0]
 
 
-def _next_state(kv_BGTE: Tensor, state: KeyValueTiles | None, info: SequenceInfo) -> KeyValueTiles:
+def _next_state(kv_BGTE: Tensor, state: SharedState | None, info: SequenceInfo) -> SharedState:
     """The state of the last document of each row."""
     last = info.local.whole_lengths[-1]
     others = kv_BGTE.shape[2] - last
     kv_BGtE = kv_BGTE[:, :, others:].clone() if others else kv_BGTE  # a copy frees the memory of others
-    return KeyValueTiles((*(state.tiles if state is not None and not others else ()), TileTensor(kv_BGtE)))
+    return SharedState((*(state.tiles if state is not None and not others else ()), TileTensor(kv_BGtE)))
 
 
 class _WithEarlierTiles(torch.autograd.Function):

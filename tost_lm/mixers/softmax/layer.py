@@ -22,8 +22,9 @@ from tost_lm.mixers.softmax.cache import (
     last,
     last_of_both,
 )
-from tost_lm.mixers.softmax.earlier_tiles import KeyValueTiles, attend_tile
+from tost_lm.mixers.softmax.earlier_tiles import attend_tile
 from tost_lm.mixers.softmax.settings import SoftmaxShape, SoftmaxSizes
+from tost_lm.mixers.state import SharedState
 from tost_lm.ops.norms import ZeroCenteredRmsNorm
 from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
 from tost_lm.ops.registered import Registered
@@ -31,7 +32,7 @@ from tost_lm.ops.registered import Registered
 
 class SoftmaxMixer(TokenMixer):
     State = KeyValueState
-    TileState = KeyValueTiles
+    TileState = SharedState
     FIXED_STATE = True
 
     def __init__(self, shape: SoftmaxShape):
@@ -56,8 +57,8 @@ class SoftmaxMixer(TokenMixer):
         return KeyValueSlots.of(state, positions, room_after(max(positions), self.window or None))
 
     def forward(
-        self, x_BTC: Tensor, state: KeyValueState | KeyValueTiles | KeyValueSlots | None, info: SequenceInfo
-    ) -> tuple[Tensor, KeyValueState | KeyValueTiles | KeyValueSlots | None]:
+        self, x_BTC: Tensor, state: KeyValueState | SharedState | KeyValueSlots | None, info: SequenceInfo
+    ) -> tuple[Tensor, KeyValueState | SharedState | KeyValueSlots | None]:
         """Attend to the earlier tokens of the document (in `state`) and to these."""
         projected_BTE, gate_BTC = self.in_proj(x_BTC), None
         if self.gated:
@@ -67,11 +68,11 @@ class SoftmaxMixer(TokenMixer):
         return self.out_proj(y_BTC if gate_BTC is None else y_BTC * gate_BTC.sigmoid()), new_state
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | KeyValueTiles | KeyValueSlots | None,
+        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | SharedState | KeyValueSlots | None,
         info: SequenceInfo,
-    ) -> tuple[Tensor, KeyValueState | KeyValueTiles | KeyValueSlots | None]:  # fmt: skip
+    ) -> tuple[Tensor, KeyValueState | SharedState | KeyValueSlots | None]:  # fmt: skip
         """The output of all heads, [B, T, H·D], and the new state."""
-        if isinstance(state, KeyValueTiles) or (info.output_state == "last" and not self.window):
+        if isinstance(state, SharedState) or (info.output_state == "last" and not self.window):
             y_BHTD, tiles = attend_tile(q, k, v, state, info)  # pyright: ignore[reportArgumentType]
             return y_BHTD.transpose(1, 2).flatten(-2), tiles
         if isinstance(state, KeyValueSlots):
