@@ -6,7 +6,6 @@ import pytest
 from layer_forms import LAYERS, config_of
 from toy_mixer import Mutation, rank_shard, toy_config
 
-from tost_lm.mixers.registry import mixer_class
 from tost_lm.testing.conformance import EQUALITIES, check, rank_differences
 from tost_lm.testing.conformance.subject import BOUND, Subject
 
@@ -24,6 +23,6 @@ def test_a_rank_that_ignores_others_is_found(mutation: Mutation | None):
     [pytest.param(*case.values, id=case.id, marks=() if case.values[1] else pytest.mark.quick) for case in LAYERS],
 )
 def test_sequence_ranks_equal_one(letter: str, settings: dict[str, Any]):
-    subject = Subject(mixer_class(letter), config_of(letter, settings), shard=rank_shard)
+    subject = Subject.of(letter, config_of(letter, settings), shard=rank_shard)
     error, where = max(rank_differences(subject, T=24))
     assert error <= BOUND, where

@@ -12,7 +12,7 @@ from torch import Tensor
 from toy_mixer import rank_shard
 
 from tost_lm.mixers.plugins import run_plugin
-from tost_lm.mixers.registry import SPECS, mixer_class
+from tost_lm.mixers.registry import SPECS
 from tost_lm.mixers.spec import RecurrentSpec
 from tost_lm.model import ModelConfig
 from tost_lm.ops import affine
@@ -53,7 +53,7 @@ def compare_with_one_process(plugin: Path) -> list[Found]:
 
 
 def compare_layer(letter: str) -> list[Found]:
-    subject = Subject(mixer_class(letter), ModelConfig(pattern=letter, **SETTINGS))
+    subject = Subject.of(letter, ModelConfig(pattern=letter, **SETTINGS))
     ranks = dist.get_world_size()
     split = SequenceSplit((*LENGTHS[: ranks - 1], T - sum(LENGTHS[: ranks - 1])), dist.get_rank())
     found = []

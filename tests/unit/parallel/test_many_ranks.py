@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tost_lm.mixers.delta.layer import DeltaMixer
 from tost_lm.model import ModelConfig
 from tost_lm.ops.affine import affine_scan
 from tost_lm.ops.layout import LocalDocuments, SequenceSplit
@@ -182,7 +181,7 @@ def exchanges_of_layer(ranks: int, T: int) -> tuple[set[int], list[int], list[in
     config = ModelConfig(pattern="D", layers=1, heads=2, width=8, positions="none")
     splits = [SequenceSplit.even(T, ranks, rank) for rank in range(ranks)]
     x_BTC = torch.randn(1, T, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    subject = Subject(DeltaMixer, config)
+    subject = Subject.of("D", config)
 
     def step(shard: RankShard) -> int:
         x = shard.split.shard(x_BTC).clone().requires_grad_()

@@ -1,6 +1,5 @@
 """A mixer of a short convolution, a decayed sum and a window, in plain PyTorch, into which errors are planted."""
 
-import multiprocessing
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -177,7 +176,3 @@ def toy_config(**settings: Any) -> ModelConfig:
     register(ToySpec(), ToyMixer)
     shape = {"pattern": "Y", "layers": 1, "heads": 1, "width": CHANNELS, "plugin_settings": {"Y": settings}}
     return validate(ModelConfig, shape, "test")
-
-
-if multiprocessing.parent_process():  # a rank, which reads the layer's class; tests register it where they need it
-    register(ToySpec(), ToyMixer)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tost_lm.mixers.registry import SPECS, mixer_class
+from tost_lm.mixers.registry import SPECS
 from tost_lm.model.config import ModelConfig
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.testing.conformance import equalities
@@ -177,7 +177,7 @@ def check(
     """
     if tokens < MIN_TOKENS:
         raise ValueError(f"too few tokens to cut: {tokens}; use {MIN_TOKENS} or more")
-    arguments = mixer_class(letter), config, seed, shard
+    arguments = Subject.of(letter, config, seed, shard).arguments
     return Report(letter, tuple(_examine(name, arguments, tokens, SPECS[letter].plugin is None) for name in _TESTS))
 
 

@@ -9,9 +9,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tost_lm.mixers.layer import TokenMixer
+from tost_lm.mixers.registry import mixer_class
+from tost_lm.mixers.shape import MixerShape
 from tost_lm.model.config import ModelConfig
 from tost_lm.ops.layout import SequenceShard, SequenceSplit
 from tost_lm.ops.positions import SequenceInfo
+from tost_lm.ops.rotary import Rotary
 from tost_lm.torch_internals import pytree
 
 State = Any
@@ -30,32 +33,37 @@ class Subject:
     """A layer in float64 with drawn weights and noise on each, so that those that start at 0 do not hide an error.
 
     Args:
-        kind: the class of the layer.
-        config: its shape.
+        window: a token depends on itself and the window − 1 tokens before it only; None: on all tokens before it.
         shard: None: no sequence ranks.
     """
 
-    def __init__(self, kind: type[TokenMixer], config: ModelConfig, seed: int = 0, shard: MakeShard | None = None):
-        self.arguments, self.config, self.shard = (kind, config, seed, shard), config, shard
+    def __init__(
+        self, kind: type[TokenMixer], shape: MixerShape, rotary: Rotary | None, window: int | None, seed: int = 0,
+        shard: MakeShard | None = None,
+    ):  # fmt: skip
+        self.arguments = kind, shape, rotary, window, seed, shard
+        """Other processes, which know no plugin by its letter, make a subject of these."""
+        self.width, self.rotary, self.window, self.shard = shape.width, rotary, window, shard
         self.generator = torch.Generator().manual_seed(seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.mixer = kind(config.shape_of(config.pattern)).double()
+            self.mixer = kind(shape).double()  # pyright: ignore[reportCallIssue]
             self.parameters = dict(self.mixer.named_parameters())
             with torch.no_grad():
                 for parameter in self.parameters.values():
                     parameter += WEIGHT_NOISE * torch.randn(parameter.shape).to(parameter)
 
-    @property
-    def window(self) -> int | None:
-        """A token depends on itself and the window − 1 tokens before it only; None: on all tokens before it."""
-        return self.config.kept_tokens or None
+    @classmethod
+    def of(cls, letter: str, config: ModelConfig, seed: int = 0, shard: MakeShard | None = None) -> "Subject":
+        """The layer that `letter` has in a pattern."""
+        window = config.kept_tokens or None
+        return cls(mixer_class(letter), config.shape_of(letter), config.rotary, window, seed, shard)
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
     def tokens(self, B: int, T: int) -> Tensor:
-        return self.draw(B, T, self.config.width)
+        return self.draw(B, T, self.width)
 
     def states(self, documents: int) -> State:
         """States after different numbers of tokens, 1 to 5."""
@@ -77,7 +85,7 @@ class Subject:
             positions += [0] * (documents - len(positions))
         cu_seqlens = None if offsets is None else torch.tensor(offsets)
         info = SequenceInfo.of(x_BTC[..., 0], positions, cu_seqlens, shard, output_state)
-        y_BTC, layer_state = self.mixer(x_BTC, layer_state, info.with_rotary(self.config.rotary, x_BTC.dtype))
+        y_BTC, layer_state = self.mixer(x_BTC, layer_state, info.with_rotary(self.rotary, x_BTC.dtype))
         return y_BTC, (layer_state, torch.tensor(info.end_positions)) if output_state else None
 
     def results(
