@@ -20,7 +20,7 @@ from tost_lm.config import Section
 from tost_lm.mixers.layer import TokenMixer
 from tost_lm.mixers.plugins import register
 from tost_lm.mixers.spec import RecurrentSpec
-from tost_lm.ops.exchange import Decay, exchange
+from tost_lm.ops.affine import affine_scan, initial_states
 from tost_lm.ops.initialization import set_own_constants
 from tost_lm.ops.layout import int64_tensor
 from tost_lm.ops.precision import statistics_dtype
@@ -41,9 +41,6 @@ class EmaSpec(RecurrentSpec):
 class EmaState(NamedTuple):
     mean: Tensor
     """h after some tokens, [N, C]; zeros before the first one."""
-
-    def to_running_dtype(self):  # for streams of any length: rounding errors decay with h
-        return self
 
 
 class GatedEma(TokenMixer):
@@ -79,9 +76,7 @@ class GatedEma(TokenMixer):
 
 def average(h_MC, log_decay_C, initial_NC, info):
     """h of each token, [M, C], and after each document, [N, C]; n documents have tokens on this rank."""
-    local, device, per_document = info.local, h_MC.device, initial_NC is not None or bool(info.output_state)
-    if initial_NC is None:
-        initial_NC = h_MC.new_zeros(len(local.whole_lengths), len(log_decay_C))
+    local, device, channels = info.local, h_MC.device, len(log_decay_C)
     lengths_n, starts_n = int64_tensor(local.lengths, device), int64_tensor(local.offsets[:-1], device)
     token_M = torch.arange(len(h_MC), device=device)
     age_M1 = (token_M - starts_n.repeat_interleave(lengths_n, output_size=len(h_MC)))[:, None]
@@ -90,14 +85,21 @@ def average(h_MC, log_decay_C, initial_NC, info):
         earlier_MC = pad(h_MC[:-distance], (0, 0, distance, 0))
         h_MC = h_MC + torch.where(age_M1 >= distance, (distance * log_decay_C).exp() * earlier_MC, 0)
         distance *= 2
-    added_nC, before_nC = h_MC[starts_n + lengths_n - 1], initial_NC.to(h_MC.dtype)
-    if info.shard is None:
-        final_NC = (lengths_n[:, None] * log_decay_C).exp() * before_nC + added_nC
-    else:
-        states = before_nC, added_nC, log_decay_C
-        before_nC, final_NC = exchange(info.shard, local, Decay, *states, per_document=per_document)
-    before_MC = before_nC.repeat_interleave(lengths_n, 0, output_size=len(h_MC))
-    return h_MC + ((age_M1 + 1) * log_decay_C).exp() * before_MC, final_NC
+    factor_nC, added_nC = (lengths_n[:, None] * log_decay_C).exp(), h_MC[starts_n + lengths_n - 1]
+
+    def scan(before_nC1):  # h, and after the documents, from that before them
+        before_nC = before_nC1[..., 0].to(h_MC.dtype)
+        before_MC = before_nC.repeat_interleave(lengths_n, 0, output_size=len(h_MC))
+        return h_MC + ((age_M1 + 1) * log_decay_C).exp() * before_MC, (factor_nC * before_nC + added_nC)[..., None]
+
+    def maps(_, lengths):  # A, a diagonal, and C, the h that the tokens lead to from 0, of the last documents
+        return factor_nC[-len(lengths) :, :, None], added_nC[-len(lengths) :, :, None]
+
+    before_NC1 = None if initial_NC is None else initial_NC[..., None]
+    initial_NC1 = initial_states(before_NC1, [len(local.whole_lengths), channels, 1], like=h_MC)
+    wanted = {"local": local, "shard": info.shard, "output_final_state": bool(info.output_state)}
+    h_MC, final_NC1 = affine_scan(scan, maps, initial_NC1, **wanted)
+    return h_MC, None if final_NC1 is None else final_NC1[..., 0]
 
 
 register(EmaSpec(), GatedEma)

@@ -40,9 +40,6 @@ class Hgrn2Spec(RecurrentSpec):
 class Hgrn2State(NamedTuple):
     memory: Tensor  # S after some tokens, [N, H, D, D], float64; zeros before the first one
 
-    def to_running_dtype(self):
-        return self
-
 
 class Hgrn2(TokenMixer):
     State, OF_HEADS, FIXED_STATE = Hgrn2State, ("gate_bias", "norm"), True

@@ -7,7 +7,7 @@
     torch.ops.aten._flash_attention_forward, ._flash_attention_backward         flash attention of packed documents
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     ._scaled_dot_product_flash_attention_for_cpu_backward                       attention to keys in parts
-    torch._compile, torch._dynamo.config, torch._inductor, torch.utils._triton  limits and compilers of torch.compile
+    torch._dynamo.config, torch._inductor, torch.utils._triton  limits and compilers of torch.compile
     torch.utils._pytree, torch.utils._python_dispatch, OpOverload._schema       tests of conformance and of traffic
     torch._foreach_copy_, ._foreach_add_                                        operations on many tensors at once
     torch._subclasses.fake_tensor, torch.ops.aten._local_scalar_dense           plugins, counted without values
@@ -30,15 +30,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, _foreach_add_, _foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FakeTensor", "TorchDispatchMode", "add_each", "copy_each", "outside_of_graphs", "pytree"]
+__all__ = ["FakeTensor", "TorchDispatchMode", "add_each", "copy_each", "pytree"]
 add_each, copy_each = _foreach_add_, _foreach_copy_
-outside_of_graphs = _disable_dynamo
-"""`torch.compiler.disable`, which would import the compiler at once: that takes as long as all else a model needs."""
 GLOO_ERRORS = ("gloo/transport/", "Application timeout caused pair closure")  # NCCL and the store raise DistError
 RECORDS = 2000
 FlashOffsets = tuple[Tensor, Tensor, int, int]

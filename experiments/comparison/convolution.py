@@ -45,9 +45,6 @@ class ConvolutionState(NamedTuple):
     taps: Tensor
     """The last K − 1 values before the convolution, [N, K − 1, E]."""
 
-    def to_running_dtype(self) -> "ConvolutionState":
-        return self
-
 
 class GatedConvolution(TokenMixer):
     """silu(gate) · norm(silu(convolution of the values)), a norm for each head with one scale."""

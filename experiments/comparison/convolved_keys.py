@@ -40,8 +40,8 @@ class ConvolvedKeysSpec(SoftmaxSpec):
     letter, name, tag, settings = "C", "softmax attention, convolved keys", "convolved-keys", ConvolvedKeysSettings
 
     def numbers(self, shape: MixerShape) -> Numbers:
-        taps = CONV_TAPS * SoftmaxSizes.of(shape).keys * (1 + shape.own.values)
-        return super().numbers(shape)._replace(decayed=taps)
+        numbers, convolved = super().numbers(shape), SoftmaxSizes.of(shape).keys * (1 + shape.own.values)
+        return numbers._replace(split=(*numbers.split, (convolved, CONV_TAPS)))
 
 
 class ConvolvedKeysState(NamedTuple):
@@ -51,9 +51,6 @@ class ConvolvedKeysState(NamedTuple):
     value: Tensor
     taps: Tensor
     """The last tokens before the convolution, [N, CONV_TAPS − 1, E]; zeros before the first one."""
-
-    def to_running_dtype(self) -> "ConvolvedKeysState":
-        return self
 
 
 class ConvolvedKeys(SoftmaxMixer):

@@ -9,7 +9,6 @@ from memory_of_training import settings_of, start_measured
 from tost_lm.checkpointing.format import Progress, flush_and_hash, publish_checkpoint, shard_name, write_tensors
 from tost_lm.checkpointing.writer import assign_writers
 from tost_lm.config import validate
-from tost_lm.interop.authors import MOMENTS
 from tost_lm.model.lm import parameter_shapes
 from tost_lm.pretrain.plan.memory import weights_and_optimizer
 from tost_lm.pretrain.settings import PretrainConfig
@@ -38,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writers = assign_writers({name: shape.numel() for name, shape in shapes.items()}, SHARDS)
     for number, names in enumerate(writers):
         write_tensors(temp / shard_name("model", number, SHARDS), {name: torch.ones(shapes[name]) for name in names})
-        moments = {f"{key}/{name}": torch.ones(shapes[name]) for name in names for key in MOMENTS}
+        moments = {f"{key}/{name}": torch.ones(shapes[name]) for name in names for key in ("exp_avg", "exp_avg_sq")}
         write_tensors(temp / shard_name("optimizer", number, SHARDS), moments)
     Progress(step=1, updates=1).write(temp)
     publish_checkpoint(temp, folder, {file.name: flush_and_hash(file) for file in temp.iterdir()})

@@ -19,8 +19,7 @@ from tost_lm.ops import affine
 from tost_lm.ops.layout import LocalDocuments, SequenceSplit
 from tost_lm.parallel import sequence
 from tost_lm.testing import run_on_ranks
-from tost_lm.testing.conformance import layer_adapter
-from tost_lm.testing.conformance.adapter import State, Subject
+from tost_lm.testing.conformance.subject import State, Subject
 
 LENGTHS = (1, 2, 9, 1, 1, 5, 2)
 """Tokens of the first ranks; the last one has the rest of T."""
@@ -54,7 +53,7 @@ def compare_with_one_process(plugin: Path) -> list[Found]:
 
 
 def compare_layer(letter: str) -> list[Found]:
-    subject = Subject(layer_adapter(letter, ModelConfig(pattern=letter, **SETTINGS)), 0)
+    subject = Subject.of(letter, ModelConfig(pattern=letter, **SETTINGS))
     ranks = dist.get_world_size()
     split = SequenceSplit((*LENGTHS[: ranks - 1], T - sum(LENGTHS[: ranks - 1])), dist.get_rank())
     found = []

@@ -22,7 +22,6 @@ from tost_lm.checkpointing.format import (
 from tost_lm.checkpointing.reading import read_once_per_node, restore
 from tost_lm.config import validate
 from tost_lm.errors import DamagedCheckpointError
-from tost_lm.interop.authors import MOMENTS
 from tost_lm.model import TostLM
 from tost_lm.model.lm import parameter_shapes
 from tost_lm.parallel.mesh import Axis, build_mesh, start_world
@@ -57,7 +56,7 @@ def whole_tensors(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Random weights, and moments by statistic/name."""
     generator, shapes = torch.Generator().manual_seed(seed), parameter_shapes(settings().model)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    labels = [f"{statistic}/{name}" for statistic in MOMENTS for name in shapes]
+    labels = [f"{statistic}/{name}" for statistic in ("exp_avg", "exp_avg_sq") for name in shapes]
     return weights, {label: torch.rand(shapes[label.rpartition("/")[2]], generator=generator) for label in labels}
 
 

@@ -7,9 +7,9 @@
     tost convert runs/base convert.folder=models/mean convert.mean_of=5
 
 The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, or a folder of the Hugging
-Face library with GPT-2 or a form of convert.to. The result is a model folder, which every program reads. It
-also has the optimizer's moments and the number of updates of a ckpt.pt. Its model card, README.md, names the source.
-Logits stay the same up to rounding. A checkpoint that would run code is refused. Source and result may be at URLs.
+Face library with GPT-2 or a form of convert.to. The result is a model folder, which every program reads. Its
+model card, README.md, names the source. Logits stay the same up to rounding. A checkpoint that would run code is
+refused. Source and result may be at URLs.
 
 With the name of a form of the Hugging Face library (convert.to=llama, …) the source is a run folder (its newest valid
 checkpoint), a step folder or an export, and the result is a folder that the library's from_pretrained reads, with a
@@ -97,7 +97,7 @@ def main(path: Path, config: ConvertConfig) -> None:
 
 def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[str]:
     """`named` is the source in the record."""
-    from tost_lm.checkpointing.format import CARD, CONVERSION, Progress, shard_name, write_checkpoint, write_tensors
+    from tost_lm.checkpointing.format import CARD, CONVERSION, write_checkpoint
     from tost_lm.data.tokenizers.gpt2 import VOCAB_SIZE, gpt2_tokenizer
     from tost_lm.inference.foreign_folder import CONFIG, weight_files
     from tost_lm.inference.hugging_face import print_only_errors
@@ -135,9 +135,6 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
         record |= {"iterations": found.iterations, "nats_per_token": found.best_nats}
 
     def write_others(folder: Path) -> None:
-        if found.moments:
-            write_tensors(folder / shard_name("optimizer", 0, 1), dict(found.moments))
-            Progress(found.iterations or 0, found.updates, tokenizer_sha256=tokenizer.sha256).write(folder)
         (folder / CONVERSION).write_text(json.dumps(record, indent=1))
         (folder / CARD).write_text(model_card(folder, conversion.folder.name))
 
@@ -145,8 +142,7 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
     trained = ""
     if found.iterations is not None:
         nats = "" if found.best_nats is None else f", {found.best_nats:.4f} nats per token of their validation set"
-        optimizer = "with" if found.moments else "without"
-        trained = f" after {found.iterations:,} iterations{nats}; {optimizer} the optimizer's moments"
+        trained = f" after {found.iterations:,} iterations{nats}"
     count = sum(weight.numel() for name, weight in weights.items() if name != "positions.weight")
     return [
         f"{source}: {config.layers} layers, {config.layer_kinds}; width {config.width}, {config.heads} heads, "

@@ -4,11 +4,11 @@ Their train.py saves ckpt.pt by torch.save, a dictionary of:
 
     model          weights; `_orig_mod.` before the names in a compiled run; the tied head beside the embedding; causal
                    masks from old versions of PyTorch
-    optimizer      state dict of torch.optim.AdamW with two groups: decayed matrices; temp, denom_bias and 1-D tensors
     model_args     n_layer, n_head, n_embd, block_size, bias, vocab_size, dropout, TSSA
     iter_num       updates so far
     best_val_loss  nats per token of the validation set
-    config         settings of the run, not read here
+
+and of what is not read here: the state of AdamW, and the settings of the run.
 """
 
 import math
@@ -64,7 +64,6 @@ LAYER_SCALE = 1e-5
 COMPILED = "_orig_mod."
 NO_LOSS = 1e9
 """best_val_loss before the first validation."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def read_authors(path: Path) -> ForeignModel:
@@ -84,9 +83,8 @@ def read_authors(path: Path) -> ForeignModel:
         raise CheckpointError(f"{path}: lacks {HEAD}; give a checkpoint that train.py of the released code saved")
     config = _model_config(path, stored["model_args"], found)
     weights = _match_weights(path, config, found)
-    moments, updates = _read_moments(stored.get("optimizer"), found, weights)
     iterations, nats = _number(stored.get("iter_num")) or 0, _number(stored.get("best_val_loss"))
-    return ForeignModel(config, weights, int(iterations), None if nats == NO_LOSS else nats, moments, updates)
+    return ForeignModel(config, weights, int(iterations), None if nats == NO_LOSS else nats)
 
 
 def check_weights(where: Path, expected: Mapping[str, Tensor], found: Mapping[str, Any]) -> None:
@@ -152,37 +150,6 @@ def _model_config(path: Path, arguments: dict[str, Any], found: Mapping[str, Any
     letter, sizes = "T" if is_tssa else "A", {ours: arguments[name] for name, ours in SIZES.items()}
     tree = {**BOTH, "pattern": letter, **MODELS[letter], **sizes, "layer_scale": layer_scale}
     return validate(ModelConfig, tree, str(where))
-
-
-def _read_moments(
-    optimizer: Any, found: Mapping[str, Any], weights: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], int]:
-    """Moments by our labels and the step count of their AdamW; nothing if they do not fit the weights."""
-    ours = {gpt2_name(name): name for name in weights}
-    groups = _optimizer_groups({name: weight for name, weight in found.items() if name != HEAD})
-    moments, updates = {}, 0
-    try:
-        indices = [group["params"] for group in optimizer["param_groups"]]
-        if not optimizer["state"] or [*map(len, indices)] != [*map(len, groups)]:
-            return {}, 0
-        for names, of_group in zip(groups, indices, strict=True):
-            for name, index in zip(names, of_group, strict=True):
-                state = optimizer["state"][index]
-                updates = int(state["step"])
-                for moment in MOMENTS:
-                    if state[moment].shape != found[name].shape:
-                        return {}, 0
-                    shape = weights[ours[name]].shape
-                    moments[f"{moment}/{ours[name]}"] = state[moment].float().reshape(shape).contiguous()
-    except (TypeError, KeyError, AttributeError, ValueError):
-        return {}, 0
-    return moments, updates
-
-
-def _optimizer_groups(theirs: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The weights of their two groups, decayed and not decayed. AdamW numbers them in this order."""
-    decayed = [name for name, weight in theirs.items() if weight.dim() >= 2 and not _has_extra_dim(name)]
-    return decayed, [name for name in theirs if name not in decayed]
 
 
 def _has_extra_dim(name: str) -> bool:

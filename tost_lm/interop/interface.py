@@ -1,8 +1,7 @@
 """The interface of a foreign checkpoint format."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,10 +20,6 @@ class ForeignModel(NamedTuple):
     """Iterations of the training that saved it; None: it has no state of a training."""
     best_nats: float | None = None
     """Nats per token of that training's validation set; None: not measured."""
-    moments: Mapping[str, Tensor] = MappingProxyType({})
-    """AdamW's moments, float32, by the labels of our checkpoints (`exp_avg/NAME`); empty: none that fit the weights."""
-    updates: int = 0
-    """AdamW's step count."""
     left_out: tuple[str, ...] = ()
     """Parts of the source that the model does not have."""
 

@@ -64,10 +64,10 @@ class _CountingShard:
         self.groups = (range(ranks),) if gathers else rank_groups(ranks)
         self.exchanged = self.grouped = self.dealt = self.gathered_channels = 0
 
-    def exchange_rows(self, row: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
+    def exchange_rows(self, row: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         self.exchanged += row.nbytes
         rows_R = torch.stack([row] * len(self.split.lengths))
-        return function(rows_R, slice(row.shape[-1]))[self.split.rank].clone()
+        return function(rows_R)[self.split.rank].clone()
 
     def gather_group(self, x: Tensor) -> Tensor:
         self.exchanged += x.nbytes if self.gathers else 0
@@ -77,7 +77,7 @@ class _CountingShard:
     def gather_groups(self, x: Tensor) -> Tensor:
         return torch.stack([x] * len(self.groups))
 
-    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None, *, keep: bool = True) -> Tensor:
+    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         self.gathered_channels += x_BHTD.shape[1] * x_BHTD.shape[3]
         return torch.cat([x_BHTD[:, :, :1].expand(-1, -1, n, -1) for n in lengths or self.split.lengths], 2)
 

@@ -39,7 +39,8 @@ class TokenMixer(nn.Module):
     """A layer between two projections, `in_proj` and `out_proj`. It is built from a `MixerShape`."""
 
     State: ClassVar[type[Any]]
-    """A NamedTuple of tensors, [N, …]; its method `to_running_dtype` prepares it for any number of further tokens."""
+    """A NamedTuple of tensors, [N, …]; a method `to_running_dtype`, if it needs one, prepares it for any number of
+    further tokens."""
     TileState: ClassVar[type[SharedState] | None] = None
     """The state between tiles of training, if it is shared."""
     OF_HEADS: ClassVar[tuple[str, ...]] = ()

@@ -107,8 +107,6 @@ class Costs(NamedTuple):
     """Bytes of a row's state after a tile, or of its gradient, that sequence ranks add up in another exchange."""
     dealt: float = 0.0
     """Bytes per token that a sequence rank sends in exchanges of tokens for heads, in a forward and in a backward."""
-    busiest: float = 1.0
-    """Attention of the sequence rank with the most, over the mean."""
     gathered_channels: int = 0
     """Channels of the `gathered_tokens` that sequence ranks receive of each other."""
     head_softmax: float = 0.0

@@ -6,7 +6,7 @@ training instead: each tile stores only what it adds, and later tiles read the s
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -37,13 +37,10 @@ class TileTensor:
         leaf.grad = None
 
 
-Tile = TypeVar("Tile", bound=TileTensor)
-
-
-class SharedState(Generic[Tile]):
+class SharedState:
     """The state after some tiles, which the states of later tiles share."""
 
-    def __init__(self, tiles: Sequence[Tile]):
+    def __init__(self, tiles: Sequence[TileTensor]):
         self.tiles = tuple(tiles)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:

@@ -30,35 +30,16 @@ def no_checkpoint(compute: Callable[..., Any], *arguments: Any) -> Any:
     return compute(*arguments)
 
 
-class LayerNorm(nn.LayerNorm):
-    """LayerNorm of the residual stream, rounded to the weights' dtype first: in bfloat16, half the memory."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.to(self.weight.dtype))
-
-
-class RmsNorm(nn.RMSNorm):
-    """RMSNorm (arXiv 1910.07467) of the residual stream, rounded first as in `LayerNorm`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
-
-
-class ResidualZeroCenteredRmsNorm(ZeroCenteredRmsNorm):
-    """The same for `ZeroCenteredRmsNorm`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
-
-
-Norm = LayerNorm | RmsNorm | ResidualZeroCenteredRmsNorm
-
-
-def build_norm(config: ModelConfig) -> Norm:
+def build_norm(config: ModelConfig) -> nn.LayerNorm | nn.RMSNorm:
     """A norm of the residual stream."""
     if config.norm == "layer":
-        return LayerNorm(config.width, eps=config.norm_epsilon, bias=config.bias)
-    return (RmsNorm if config.norm == "rms" else ResidualZeroCenteredRmsNorm)(config.width, eps=config.norm_epsilon)
+        return nn.LayerNorm(config.width, eps=config.norm_epsilon, bias=config.bias)
+    return (nn.RMSNorm if config.norm == "rms" else ZeroCenteredRmsNorm)(config.width, eps=config.norm_epsilon)
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """The norm of x, which is rounded to the weights' dtype first: in bfloat16, half the memory."""
+    return norm(x.to(norm.weight.dtype))  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 class LayerScale(nn.Module):
@@ -157,13 +138,13 @@ class Block(nn.Module):
         y_BTC = self.mlp(self.branch_input(x_BTC, self.mlp_norm))
         return x_BTC + self.mlp_scale(self.branch_output(y_BTC, self.mlp_norm))
 
-    def branch_input(self, x_BTC: Tensor, norm: Norm) -> Tensor:
+    def branch_input(self, x_BTC: Tensor, norm: Any) -> Tensor:
         """The input of the mixer or MLP from the residual stream, in the weights' dtype."""
-        return x_BTC.to(norm.weight.dtype) if self.norm_after else norm(x_BTC)
+        return x_BTC.to(norm.weight.dtype) if self.norm_after else normed(norm, x_BTC)
 
-    def branch_output(self, y_BTC: Tensor, norm: Norm) -> Tensor:
+    def branch_output(self, y_BTC: Tensor, norm: nn.Module) -> Tensor:
         """The result of mixer or MLP before LayerScale."""
-        return norm(y_BTC) if self.norm_after else y_BTC
+        return normed(norm, y_BTC) if self.norm_after else y_BTC
 
 
 def _layer_scale(config: ModelConfig) -> nn.Module:

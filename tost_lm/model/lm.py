@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from tost_lm.errors import ConfigError
 from tost_lm.mixers.registry import mixer_class
-from tost_lm.model.block import Block, FixedState, LMOutput, LMState, build_norm
+from tost_lm.model.block import Block, FixedState, LMOutput, LMState, build_norm, normed
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.streaming import TILE_TOKENS, Tokens, TokenStream
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, CrossEntropy, VocabularyShard, linear_cross_entropy
@@ -132,7 +132,7 @@ class TostLM(nn.Module):
         for i, block in enumerate(self.blocks):
             x_BTC, mixer_state = block(x_BTC, state.layers[i] if state else None, info)
             states.append(mixer_state)
-        x_BTC, tied_VC = self.norm(x_BTC), self.embedding.weight if self.head.weight is None else None
+        x_BTC, tied_VC = normed(self.norm, x_BTC), self.embedding.weight if self.head.weight is None else None
         loss = nats_BT = is_top_BT = None
         scalars = {}
         if labels is not None:

@@ -1,6 +1,6 @@
 """States that sequence ranks pass on where tokens map them affinely: S → A S + C, A a diagonal or a matrix.
 
-A depends on the tokens, so a scan column by column (`tost_lm.ops.exchange`) does not fit: the owner of some columns
+A may depend on the tokens, so ranks cannot sum column by column (`tost_lm.ops.exchange`): the owner of some columns
 would need A of all ranks. Ranks gather A and C within groups of neighbours instead (`SequenceShard.groups`: one group
 up to `ALL_GATHER_RANKS` ranks, about √R of more), compose those of their group, gather what groups composed, and scan
 both. Neither depends on the length.
@@ -39,7 +39,7 @@ def affine_scan(
         scan: from the states before this rank's tokens of its n documents, in the dtype of `initial_N`, the outputs and
             the states after them. Each document is on its own.
         maps: A and C of documents: called with a slice of this rank's flat tokens and the lengths of the X documents
-            that these are. C is the state that they lead to from 0. Both have one dtype, float32 or float64. It is not
+            that these are. C is the state that they lead to from 0. Both have one dtype. It is not
             called without ranks.
         initial_N: the states before the sequences. They, the final states and the gradients of both are equal on all
             ranks.
@@ -213,5 +213,5 @@ def _product(factor: Tensor, state: Tensor, *, transposed: bool = False) -> Tens
 
 
 def _summed(x: Tensor, shard: SequenceShard) -> Tensor:
-    total = shard.exchange_rows(x.reshape(1, -1), lambda row_R1C, _: row_R1C.sum(0).expand_as(row_R1C))
+    total = shard.exchange_rows(x.reshape(1, -1), lambda row_R1C: row_R1C.sum(0).expand_as(row_R1C))
     return total.view_as(x)

@@ -9,11 +9,11 @@ logits into loss and gradient in place.
 Shapes: M tokens, C channels, V vocabulary entries on this rank; m tokens and v entries of a tile.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from torch.nn.functional import linear
 
 from tost_lm.ops.backends import LOW_PRECISION, Backend, choose, obstacle_to_kernels
 from tost_lm.ops.precision import statistics_dtype
-from tost_lm.ops.registered import Registered
 from tost_lm.sizes import DEVICE_LOGITS_BYTES, LOGITS_BYTES
 
 IGNORED_LABEL = -100
@@ -88,10 +87,6 @@ def linear_cross_entropy(
         z_loss: coefficient of the squared log-sum-exp of each counted token, which `total` includes with gradients.
     """
     needs_gradient = torch.is_grad_enabled() and (x_MC.requires_grad or weight_VC.requires_grad)
-    if torch.compiler.is_compiling() and shard is None:
-        options = str(needs_gradient), str(logits_bytes or ""), str(z_loss)
-        total, nats_M, z, *is_top_M = OPERATOR(None, None, [x_MC, weight_VC, labels_M], *options)
-        return CrossEntropy(total, nats_M.detach(), is_top_M[0] if is_top_M else None, z.detach())
     if needs_gradient:
         logits_bytes = logits_bytes or _budget(x_MC)
         total, nats_M, z = _LinearCrossEntropy.apply(x_MC, weight_VC, labels_M, shard, logits_bytes, z_loss)  # pyright: ignore[reportGeneralTypeIssues]
@@ -100,22 +95,6 @@ def linear_cross_entropy(
     scored = _score(x_MC[counted_M], weight_VC, labels_M[counted_M], shard, logits_bytes)
     nats_M, is_top_M = (torch.zeros_like(labels_M, dtype=x.dtype).masked_scatter_(counted_M, x) for x in scored)
     return CrossEntropy(nats_M.sum(), nats_M, is_top_M, nats_M.new_zeros(()))
-
-
-def _run(_: None, tensors: Sequence[Any], with_gradient: str, logits_bytes: str, z_loss: str) -> list[Tensor]:
-    with torch.set_grad_enabled(with_gradient == "True"):
-        found = linear_cross_entropy(*tensors, logits_bytes=int(logits_bytes or 0), z_loss=float(z_loss))
-    return [x for x in (found.total, found.nats_M, found.z, found.is_top_M) if x is not None]
-
-
-def _fake(tensors: Sequence[Any], with_gradient: str, _: str, _z_loss: str) -> list[Tensor]:
-    x_MC, _, labels_M = tensors
-    nats_M = x_MC.new_empty(len(labels_M), dtype=statistics_dtype(x_MC))
-    found = [nats_M.new_empty(()), nats_M, nats_M.new_empty(())]
-    return found if with_gradient == "True" else [*found, torch.empty_like(labels_M, dtype=torch.bool)]
-
-
-OPERATOR = Registered("linear_cross_entropy", _run, _fake)
 
 
 def logit_tile_tokens(

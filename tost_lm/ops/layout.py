@@ -260,14 +260,13 @@ class SequenceShard(Protocol):
         """All ranks, in groups of neighbours: one group, or about √R of many ranks."""
         ...
 
-    def exchange_rows(self, row: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
+    def exchange_rows(self, row: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """A function of the rows of all R ranks, column by column, in one exchange. Not differentiable.
 
         Args:
             row: of this rank, […, C]; one shape on all ranks.
-            function: called with some columns of the rows of all ranks, [R, …, c], and the slice of C that these are.
-                Returns the result of each rank in these columns, [R, …, c]; other sizes than those of `row` are
-                possible.
+            function: called with some columns of the rows of all ranks, [R, …, c]. Returns the result of each rank in
+                these columns, [R, …, c]; other sizes than those of `row` are possible.
 
         Returns:
             The result of this rank, […, C]. What `function` returns for all ranks alike has the same bits on all.
@@ -282,9 +281,8 @@ class SequenceShard(Protocol):
         """x, equal on all ranks of a group, of each group, [groups, …]. Not differentiable."""
         ...
 
-    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None, *, keep: bool = True) -> Tensor:
-        """x of every rank in rank order, differentiable. `lengths` are its tokens on each rank; None: whole shards.
-        Activation checkpointing keeps the result, or (not `keep`) gathers again."""
+    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """x of every rank in rank order, differentiable. `lengths` are its tokens on each rank; None: whole shards."""
         ...
 
     def deal(self, parts: Sequence[Dealt], *xs_BHTD: Tensor) -> tuple[Tensor, ...]:

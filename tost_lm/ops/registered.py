@@ -1,8 +1,8 @@
 """Operators of `torch.library`: a compiled graph calls them, and they run as they do without `torch.compile`.
 
-`torch.compile` cannot trace the token mixers and the loss: they loop over chunks and documents, and ranks exchange sums
-in between. So each is one operator of the graph and runs the code of eager mode, with the same results bit for bit
-(except that it ignores autocast).
+`torch.compile` cannot trace the token mixers: they loop over chunks and documents, and ranks exchange sums in between.
+So each is one operator of the graph and runs the code of eager mode, with the same results bit for bit (except that it
+ignores autocast).
 What it reads of the batch's documents is no part of the graph, so other documents need no new compilation.
 
 Graphs contain tensors only. A handle, a tensor [1] on the host, stands for a Python object: the documents of a call, or
@@ -21,28 +21,22 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.library import custom_op
 
 from tost_lm.errors import ConfigError
-from tost_lm.torch_internals import autograd_as_outside, outside_of_graphs
+from tost_lm.torch_internals import autograd_as_outside
 
 _OBJECTS: dict[int, Any] = {}
 
 
-def _new_handle(held: Any) -> Tensor:
-    """It contains its address, so that a copy stands for `held` as well while the handle exists."""
+def handle_for(held: Any) -> Tensor:
+    """A handle that stands for `held`, which must not refer to its handle: neither would be freed.
+
+    It contains its address, so that a copy stands for `held` as well while the handle exists.
+    """
     memory = np.zeros(1, np.int64)
     handle = torch.from_numpy(memory)
     handle.fill_(handle.data_ptr())
     _OBJECTS[handle.data_ptr()] = held
     weakref.finalize(memory, _OBJECTS.pop, handle.data_ptr())
     return handle
-
-
-# A graph would make the memory of the handle a tensor of its own.
-_outside_of_graphs = outside_of_graphs(_new_handle)
-
-
-def handle_for(held: Any) -> Tensor:
-    """A handle that stands for `held`, which must not refer to its handle: neither would be freed."""
-    return _outside_of_graphs(held) if torch.compiler.is_compiling() else _new_handle(held)
 
 
 def _held_by(handle: Tensor) -> Any:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from tost_lm.ops.affine import affine_scan
 from tost_lm.ops.backends import LOW_PRECISION, Backend, choose, obstacle_to_kernels
-from tost_lm.ops.exchange import Shift, exchange
 from tost_lm.ops.layout import LocalDocuments, SequenceShard, fla_documents
 from tost_lm.ops.positions import SequenceInfo, state_rows
 from tost_lm.ops.precision import statistics_dtype
@@ -49,15 +49,22 @@ def short_conv(
     Returns:
         y [B, T, C] in the dtype of x, and the final state [N, K − 1, C] or None.
     """
-    convolve = choose(BACKENDS, x_BTC)
+    convolve, P = choose(BACKENDS, x_BTC), weight_CK.shape[1] - 1
     if shard is None:
         return convolve(x_BTC, weight_CK, initial_NPC, local, output_final_state)
-    per_document, P = initial_NPC is not None or output_final_state, weight_CK.shape[1] - 1
-    before_NPC = _or_zeros(initial_NPC, x_BTC, P, len(local.whole_lengths))
-    added_nPC = torch.stack([_last(pad(x_tC, (0, 0, P, 0)), P) for x_tC in x_BTC.flatten(0, 1).split(local.lengths)])
-    before_nPC, final_NPC = exchange(shard, local, Shift, before_NPC, added_nPC, per_document=per_document)
-    y_BTC, _ = convolve(x_BTC, weight_CK, before_nPC, local, output_final_state=False)
-    return y_BTC, final_NPC if output_final_state else None
+
+    def scan(before_nPC: Tensor) -> tuple[Tensor, Tensor]:
+        return convolve(x_BTC, weight_CK, before_nPC, local, True)
+
+    def maps(tokens: slice, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The earlier tokens move by as many places as there are tokens."""
+        places = torch.eye(2 * P, P, dtype=x_BTC.dtype, device=x_BTC.device)
+        moved_XPP = torch.stack([places[min(length, P) :][:P] for length in lengths])
+        documents = x_BTC.flatten(0, 1)[tokens].split(list(lengths))
+        return moved_XPP, torch.stack([_last(pad(x_tC, (0, 0, P, 0)), P) for x_tC in documents])
+
+    initial_NPC = _or_zeros(initial_NPC, x_BTC, P, len(local.whole_lengths))
+    return affine_scan(scan, maps, initial_NPC, local=local, shard=shard, output_final_state=output_final_state)
 
 
 def _or_zeros(state_NPC: Tensor | None, x_BTC: Tensor, P: int, documents: int) -> Tensor:

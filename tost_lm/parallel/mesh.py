@@ -11,8 +11,8 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
@@ -302,20 +302,7 @@ def broadcast(x: Tensor, source: int, axis: Axis) -> None:
 
 def _keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
     is_collective = operator.namespace == FUNCTIONAL_COLLECTIVES.name
-    return CheckpointPolicy.MUST_SAVE if is_collective and _keeping.get() else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-_keeping: ContextVar[bool] = ContextVar("_keeping", default=True)
-
-
-@contextmanager
-def not_keeping_received() -> Iterator[None]:
-    """Collectives in this context run again where activation checkpointing computes again."""
-    token = _keeping.set(False)
-    try:
-        yield
-    finally:
-        _keeping.reset(token)
+    return CheckpointPolicy.MUST_SAVE if is_collective else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 keep_received = partial(create_selective_checkpoint_contexts, _keep)

@@ -1,17 +1,16 @@
 """Sequence parallelism, which Megatron and torchtitan call context parallelism.
 
-Softmax attention exchanges tokens for heads, or gathers keys and values, with a window those of each rank's last
-tokens. A TSSA layer exchanges one row of statistics twice forward and twice backward, at any length: Σw², then Σ Π·w²
-with Σ Π; backward, their gradients in reverse order. Each rank needs the sum over earlier ranks (backward: over later
-ranks). Up to `ALL_GATHER_RANKS` ranks gather all rows. Above that, each rank sums a slice of the columns for all ranks,
-so the bytes it receives do not grow with the ranks. The order is fixed, so all ranks have the same state. A delta layer
-gathers maps of states (`tost_lm.ops.affine`); above that number of ranks, within groups of about √R ranks and then
-between groups. Shapes as in `tost_lm.mixers.tssa.phases`; R ranks, C columns.
+Softmax attention exchanges tokens for heads, or with a window gathers keys and values of each rank's last tokens. A
+TSSA layer exchanges one row of statistics twice forward and twice backward, at any length: Σw², then Σ Π·w² with Σ Π;
+backward, their gradients in reverse order. Each rank needs the sum over earlier ranks (backward: over later ranks). Up
+to `ALL_GATHER_RANKS` ranks gather all rows. Above that, each rank sums a slice of the columns for all ranks, so the
+bytes it receives do not grow with the ranks. The order is fixed, so all ranks have the same state. Other layers gather
+maps of states (`tost_lm.ops.affine`); above that number of ranks, within groups of about √R ranks and then between
+groups. Shapes as in `tost_lm.mixers.tssa.phases`; R ranks, C columns.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -21,7 +20,7 @@ from torch.nn.functional import pad
 
 from tost_lm.ops.layout import Dealt, SequenceSplit
 from tost_lm.ops.precision import statistics_dtype
-from tost_lm.parallel.mesh import Axis, all_gather, all_to_all, not_keeping_received, reduce_scatter
+from tost_lm.parallel.mesh import Axis, all_gather, all_to_all, reduce_scatter
 from tost_lm.sizes import ALL_GATHER_RANKS, rank_groups
 
 
@@ -41,17 +40,17 @@ class RankShard:
         """Implements `SequenceShard.groups`."""
         return (range(self.axis.size),) if self.gathers else rank_groups(self.axis.size)
 
-    def exchange_rows(self, row: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
+    def exchange_rows(self, row: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         """`SequenceShard.exchange_rows`: one all-gather, or above `ALL_GATHER_RANKS` ranks two all-to-alls."""
         R, C = self.axis.size, row.shape[-1]
         if self.gathers:
-            return function(all_gather(row, self.axis)(), slice(C))[self.axis.rank].clone()  # frees the other ranks'
-        columns = SequenceSplit.even(C, R, self.axis.rank)
-        own = [columns.end - columns.start] * R
-        received = all_to_all(row.flatten(0, -2).T, columns.lengths, own, self.axis)
+            return function(all_gather(row, self.axis)())[self.axis.rank].clone()  # frees the other ranks'
+        columns = SequenceSplit.even(C, R, self.axis.rank).lengths
+        own = [columns[self.axis.rank]] * R
+        received = all_to_all(row.flatten(0, -2).T, columns, own, self.axis)
         row_R = received.view(R, own[0], row.shape[:-1].numel()).mT.unflatten(1, row.shape[:-1])
-        result_R = function(row_R, slice(columns.start, columns.end))
-        returned = all_to_all(result_R.flatten(1, -2).mT.flatten(0, 1), own, columns.lengths, self.axis)
+        result_R = function(row_R)
+        returned = all_to_all(result_R.flatten(1, -2).mT.flatten(0, 1), own, columns, self.axis)
         return returned.T.contiguous().unflatten(0, result_R.shape[1:-1])
 
     def gather_group(self, x: Tensor) -> Tensor:
@@ -73,10 +72,9 @@ class RankShard:
         own = wanted.index(rank)
         return torch.cat([found[:own], x[None], found[own:]])
 
-    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None, *, keep: bool = True) -> Tensor:
+    def gather(self, x_BHTD: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
         """Implements `SequenceShard.gather`."""
-        with nullcontext() if keep else not_keeping_received():
-            return _Gather.apply(x_BHTD, self.axis, lengths or self.split.lengths)  # pyright: ignore[reportReturnType]
+        return _Gather.apply(x_BHTD, self.axis, lengths or self.split.lengths)  # pyright: ignore[reportReturnType]
 
     def deal(self, parts: Sequence[Dealt], *xs_BHTD: Tensor) -> tuple[Tensor, ...]:
         """Implements `SequenceShard.deal`: one all-to-all."""

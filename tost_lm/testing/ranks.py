@@ -121,8 +121,6 @@ class Sent(NamedTuple):
     """Name of the process group, `group.group_name`."""
     bytes: int
     """Size of the tensors that this rank passes to the collective, for any number of receivers."""
-    rows: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """For an all-to-all of different numbers of rows: those for each rank of the group, and those from each."""
 
 
 class Traffic(TorchDispatchMode):
@@ -156,10 +154,7 @@ class Traffic(TorchDispatchMode):
             return
         given = dict(zip(argument_names(func), args, strict=False)) | kwargs
         kind = f"c10d.{name}" if func.namespace == "c10d" else name
-        rows = None
-        if given.get("input_split_sizes"):
-            rows = tuple(given["input_split_sizes"]), tuple(given["output_split_sizes"])
-        self.sent.append(Sent(kind, _group_name(given), sum(x.nbytes for x in _inputs(given)), rows))
+        self.sent.append(Sent(kind, _group_name(given), sum(x.nbytes for x in _inputs(given))))
 
 
 def _group_name(given: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from experiments.comparison import recall, tables, text
 from experiments.comparison.text import Occurrence, Texts, measures, rare_words, words
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.testing.conformance import EQUALITIES, check, layer_adapter
+from tost_lm.testing.conformance import EQUALITIES, check
 
 SHAPE = {"layers": 1, "heads": 2, "width": 8, "vocab_size": 8, "positions": "none", "layer_scale": 1.0}
 PIECES = ["a", "bc", " ", "d", "e.", "fgh", "\n", "ijkl"]
@@ -29,7 +29,7 @@ PIECES = ["a", "bc", " ", "d", "e.", "fgh", "\n", "ijkl"]
 def test_the_plugins_conform(letter: str, own: dict[str, Any]):
     settings = {"plugin_settings": {letter: own}} if own else {}
     config = validate(ModelConfig, {**SHAPE, "pattern": letter, **settings}, "")
-    report = check(layer_adapter(letter, config, rank_shard), tokens=24)
+    report = check(letter, config, rank_shard, tokens=24)
     assert report.with_result("fails") == ([] if letter == "G" else [EQUALITIES[-1]])  # products carry a NaN
     assert report.with_result("not offered") == [EQUALITIES[7]]
 

@@ -189,14 +189,6 @@ def test_settings_that_the_weights_do_not_have_are_named(
     assert "\n" not in str(error.value)
 
 
-def test_a_rotary_embedding_without_a_base_is_refused(tmp_path: Path):
-    write_theirs(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": {"rope_theta": None}}))
-    with pytest.raises(CheckpointError, match=r"unsupported rope_theta: None; give a model with one above 0$"):
-        tost_lm.load(tmp_path)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", NO_FORM)
 def test_models_without_a_form_are_named_with_what_trains_them(tmp_path: Path, kind: str):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tost_lm.mixers.plugins import run_plugin
 from tost_lm.mixers.registry import SPECS, mixer_class
-from tost_lm.testing.conformance import EQUALITIES, check, layer_adapter
+from tost_lm.testing.conformance import EQUALITIES, check
 
 RANKS, WINDOW, NAN = EQUALITIES[5], *EQUALITIES[7:]
 
@@ -26,7 +26,7 @@ def hgrn2() -> Iterator[Any]:
 
 
 def test_it_conforms():
-    report = check(layer_adapter("H", config_of("H", {})), tokens=40)
+    report = check("H", config_of("H", {}), tokens=40)
     report.require()
     assert (report.with_result("fails"), report.with_result("not offered")) == ([NAN], [RANKS, WINDOW])
 

@@ -6,8 +6,7 @@ import pytest
 
 from tost_lm.config import validate
 from tost_lm.mixers import counted
-from tost_lm.mixers.layer import TokenMixer
-from tost_lm.mixers.registry import SPECS, MixerSettings, mixer_class
+from tost_lm.mixers.registry import SPECS
 from tost_lm.mixers.spec import Load, MixerSpec
 from tost_lm.model import ModelConfig
 
@@ -63,20 +62,3 @@ def test_a_loop_over_chunks_is_counted_for_few_tokens(monkeypatch: pytest.Monkey
     assert few[0].launches == whole[0].launches
     assert few[0].stored == pytest.approx(whole[0].stored)
     assert few[1] == whole[1]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("letter", SPECS)
-def test_each_mixer_owns_its_settings_and_what_others_ask(letter: str):
-    kind = mixer_class(letter)
-    assert issubclass(kind, TokenMixer)
-    assert SPECS[letter].folder in MixerSettings.model_fields
-    assert all(hasattr(kind.State, name) for name in ("_fields", "to_running_dtype"))
-
-
-@pytest.mark.quick
-def test_a_mixer_without_a_fact_cannot_be_made():
-    names = {name for name in MixerSpec.__abstractmethods__ if name != "description"}
-    incomplete = type("Incomplete", (MixerSpec,), {name: lambda *_: None for name in names})
-    with pytest.raises(TypeError, match=r"abstract method '?description'?"):
-        incomplete()

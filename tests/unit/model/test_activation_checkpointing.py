@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.block import LMState
 from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.testing import assert_close
 
@@ -66,20 +65,6 @@ def test_loss_state_and_every_gradient_are_the_same(less: dict[str, Any]):
     assert_same(less, tokens=rows, labels=rows)
     assert_same(less, {"layer_scale": 0.0, "bias": False, **other_forms(window=5)}, tokens=rows, labels=rows)
     assert_same(less, tokens=row, labels=row, cu_seqlens=torch.tensor([0, 3, 20, T], dtype=torch.int32))
-
-
-@pytest.mark.parametrize("less", LESS)
-def test_gradients_of_the_state_that_went_in_are_the_same(less: dict[str, Any]):
-    tokens, found = drawn_tokens(), []
-    for model in (drawn_model(), apply_activation_checkpointing(drawn_model(), **less)):
-        with torch.no_grad():
-            layers = model(tokens).state.layers
-        parts = [[part.clone().requires_grad_(part.is_floating_point()) for part in layer] for layer in layers]
-        state = LMState(tuple(type(x)(*y) for x, y in zip(layers, parts, strict=True)), (T,) * B)
-        leaves = [part for layer in parts for part in layer if part.requires_grad]
-        found.append(torch.autograd.grad(model(tokens, labels=tokens, state=state).loss, leaves))
-    for mine, expected in zip(found[1], found[0], strict=True):
-        assert_close(mine, expected, 1e-12, "gradient of a state")
 
 
 @contextmanager

@@ -28,7 +28,6 @@ from tost_lm.mixers.tssa.layer import TSSA
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
 from tost_lm.ops import registered
-from tost_lm.ops.cross_entropy import OPERATOR as LOSS
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.short_conv import CONVOLUTION
 from tost_lm.pretrain.tiled import tiled_loss
@@ -175,13 +174,11 @@ def cases() -> dict[str, tuple[registered.Registered, list[Any], list[str]]]:
     H, D, C = 2, 4, 8
     keys = [drawn(1, T, H, D) for _ in range(3)]
     rates = [-torch.rand(1, T, H).double(), torch.rand(1, T, H).double()]
-    labels = torch.randint(VOCAB, (T,))
     return {
         "causal_tssa": (TSSA, [drawn(1, T, H, D), drawn(H), drawn(H, 2 * T), *[None] * 4], ["", ""]),
         "short_conv": (CONVOLUTION, [drawn(1, T, C), drawn(C, 3), None, None], [""]),
         "delta_rule": (DELTA_RULE, [*keys, *rates, None, None], [""]),
         "softmax_attention": (ATTENTION, [*(drawn(1, H, T, D) for _ in range(3)), *[None] * 3], ["5", ""]),
-        "linear_cross_entropy": (LOSS, [drawn(T, C), drawn(VOCAB, C), labels], ["True", "", "0.1"]),
     }
 
 

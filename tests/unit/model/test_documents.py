@@ -86,21 +86,6 @@ def test_packed_documents_are_separate_documents_with_every_gradient(kind: str):
 
 
 @all_kinds
-def test_packed_documents_go_on_from_their_rows(kind: str):
-    model, documents = drawn_model(kind), drawn_documents()
-    heads = [document[: 1 + len(document) // 3] for document in documents]
-    more = [torch.randint(VOCAB, (length,)) for length in (2, 3, 1, 8)]
-    tokens, cu_seqlens = packed(heads)
-    state = model(tokens, cu_seqlens=cu_seqlens).state
-    tokens, cu_seqlens = packed(more)
-    output = model(tokens, state=state, cu_seqlens=cu_seqlens)
-    wholes = [torch.cat(parts) for parts in zip(heads, more, strict=True)]
-    assert output.state.positions == tuple(map(len, wholes))
-    expected = torch.cat([model(whole[None]).logits[0, len(head) :] for head, whole in zip(heads, wholes, strict=True)])
-    assert_same(output.logits[0], expected)
-
-
-@all_kinds
 @pytest.mark.parametrize("piece", [1, 3])
 def test_rows_of_different_lengths_are_decoded_together(kind: str, piece: int):
     model, documents = drawn_model(kind), drawn_documents()

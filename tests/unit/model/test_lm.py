@@ -62,33 +62,11 @@ def test_z_loss_is_a_part_of_the_loss_in_training_only():
     assert (measured.scalars["z_loss"], measured.loss) == (0, measured.nats.sum() / 6)
 
 
-def test_the_head_is_the_embedding():
-    model = TostLM(config())
-    with torch.no_grad():
-        model.embedding.weight[7] = 0
-    assert (model(torch.tensor([[1, 2]])).logits[..., 7] == 0).all()
-
-
 def test_more_tokens_than_positions_are_refused():
     model = TostLM(config())
     state = model(torch.zeros(1, 10, dtype=torch.int64)).state
     with pytest.raises(ConfigError, match=r"17 tokens .*model\.max_positions = 16"):
         model(torch.zeros(1, 7, dtype=torch.int64), state=state)
-
-
-@pytest.mark.parametrize(("denom_bias", "shape"), [("position", (4, 16)), ("head", (4,)), ("none", None)])
-def test_denom_bias(denom_bias: str, shape: tuple[int, ...] | None):
-    shapes = {name: tuple(p.shape) for name, p in TostLM(config(tssa={"denom_bias": denom_bias})).named_parameters()}
-    assert shapes.get("blocks.0.mixer.denom_bias") == shape
-
-
-def test_positions_that_are_computed_have_no_parameters():
-    counts = {}
-    for positions in ("learned", "none"):
-        model = TostLM(config(positions=positions))
-        assert ("positions.weight" in dict(model.named_parameters())) == (positions == "learned")
-        counts[positions] = model.parameter_count()
-    assert len(set(counts.values())) == 1
 
 
 @pytest.mark.parametrize(

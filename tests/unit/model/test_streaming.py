@@ -14,7 +14,7 @@ from tost_lm.config import validate
 from tost_lm.mixers.tssa.statistics import TssaState
 from tost_lm.model import LMState, ModelConfig, TostLM
 from tost_lm.model.streaming import in_tiles, prefill
-from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, assert_close
+from tost_lm.testing import assert_as_accurate
 
 VOCAB = 50
 UNLIMITED = {"positions": "none", "tssa": {"denom_bias": "head"}}
@@ -77,21 +77,6 @@ def test_tiles_are_as_accurate_as_one_call(settings: dict, tile_tokens: int):
                 assert_as_accurate(x.float(), reference, exact, name)
             else:
                 assert torch.equal(x, exact)
-
-
-def test_sums_do_not_drift():
-    """A float32 sum as large as `earlier` would not change by what a tile adds."""
-    model, tokens, earlier = build(pattern="T"), ids(61), 1e10
-    _, state = whole(model, tokens[:2])
-    heavy = [TssaState(torch.full_like(layer[0], earlier), *layer[1:]) for layer in state.layers]
-    added = {}
-    for dtype in (torch.float32, torch.float64):
-        stream = model.to(dtype).stream(tokens, LMState(tuple(heavy), (1,)), tile_tokens=3)
-        assert sum(len(nats) for nats in stream) == 60
-        assert stream.state is not None
-        added[dtype] = stream.state.layers[0][0] - earlier
-    assert added[torch.float32].min() > 1
-    assert_close(added[torch.float32], added[torch.float64], FLOAT32_REORDERED)
 
 
 @pytest.mark.parametrize("pattern", ["T", "TA", "D"])

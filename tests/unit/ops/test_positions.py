@@ -32,11 +32,3 @@ def test_rotary_embedding_is_exact_far_out_in_low_precision(dtype: torch.dtype):
     exact = apply_rotary(x.double(), rotary_cos_sin(position, Rotary(16, 10000.0), torch.float64))
     assert turned.dtype == dtype
     assert_close(turned.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
-
-
-def test_rows_at_different_positions_turn_by_their_own():
-    position = torch.tensor([[0, 1, 2], [7, 8, 9]])
-    x = torch.randn(2, 3, 3, 4, dtype=torch.float64)
-    turned = apply_rotary(x, rotary_cos_sin(position, Rotary(4, 100.0), x.dtype))
-    for row in range(2):
-        assert torch.equal(turned[row], apply_rotary(x[row], rotary_cos_sin(position[row], Rotary(4, 100.0), x.dtype)))

@@ -18,8 +18,7 @@ from tost_lm.parallel import sequence
 from tost_lm.parallel.mesh import Axis
 from tost_lm.parallel.sequence import RankShard
 from tost_lm.sizes import rows_of_groups
-from tost_lm.testing.conformance import layer_adapter
-from tost_lm.testing.conformance.adapter import Subject
+from tost_lm.testing.conformance.subject import Subject
 
 WAIT_S = 60.0
 K, V = 3, 2
@@ -182,7 +181,7 @@ def exchanges_of_layer(ranks: int, T: int) -> tuple[set[int], list[int], list[in
     config = ModelConfig(pattern="D", layers=1, heads=2, width=8, positions="none")
     splits = [SequenceSplit.even(T, ranks, rank) for rank in range(ranks)]
     x_BTC = torch.randn(1, T, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    subject = Subject(layer_adapter("D", config), 0)
+    subject = Subject.of("D", config)
 
     def step(shard: RankShard) -> int:
         x = shard.split.shard(x_BTC).clone().requires_grad_()

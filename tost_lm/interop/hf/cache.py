@@ -1,12 +1,8 @@
 """The model's state as a cache of the Hugging Face library."""
 
-from typing import Any
-
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tost_lm.interop.hf.modeling_tost import TostCache as CacheOfPublishedForm
-from tost_lm.mixers.softmax.cache import KeyValueState
 from tost_lm.mixers.state import mapped
 from tost_lm.model.block import LMState
 
@@ -45,26 +41,3 @@ def select_rows(state: LMState, rows: Tensor) -> LMState:
     positions = state.positions[:1] * len(rows) if equal else tuple(state.positions[row] for row in rows.tolist())
     selected = state.map(lambda layer: mapped(layer, lambda x_N: x_N.index_select(0, rows.to(x_N.device))))
     return selected._replace(positions=positions)
-
-
-def put_rows(state: LMState | None, rows: Tensor, new: LMState, count: int) -> LMState:
-    """`state` of `count` rows (None: empty), with the n rows of `new` at `rows`."""
-    positions = list(state.positions if state else [0] * count)
-    for row, position in zip(rows.tolist(), new.positions, strict=True):
-        positions[row] = position
-    if state is None:
-        state = new.map(lambda layer: mapped(layer, lambda x_N: x_N.new_zeros(count, *x_N.shape[1:])))
-    layers = []
-    for old_layer, new_layer in zip(state.layers, new.layers, strict=True):
-        old_layer, new_layer = _pad_keys(old_layer, new_layer)
-        pairs = zip(old_layer, new_layer, strict=True)
-        layers.append(type(new_layer)(*(old_N.index_copy(0, rows, new_N) for old_N, new_N in pairs)))
-    return LMState(tuple(layers), tuple(positions))
-
-
-def _pad_keys(*layers: Any) -> list[Any]:
-    """Pad keys and values on the left to the same number of tokens; other states stay as they are."""
-    if not isinstance(layers[0], KeyValueState):
-        return list(layers)
-    S = max(layer.key.shape[2] for layer in layers)
-    return [KeyValueState(*(pad(x_NHSD, (0, 0, S - x_NHSD.shape[2], 0)) for x_NHSD in layer)) for layer in layers]

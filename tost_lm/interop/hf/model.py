@@ -23,7 +23,7 @@ from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import manifest_bytes, usual_mode, write_atomically
 from tost_lm.inference.foreign_folder import weight_files
 from tost_lm.interop.hf import modeling_tost
-from tost_lm.interop.hf.cache import TostCache, put_rows, select_rows
+from tost_lm.interop.hf.cache import TostCache
 from tost_lm.interop.hf.modeling_tost import CACHE, real_tokens
 from tost_lm.mixers.plugins import plugin_files
 from tost_lm.model.block import Block, CheckpointWrapper, LMState, no_checkpoint
@@ -171,22 +171,14 @@ class TostForCausalLM(modeling_tost.TostForCausalLM):
         self, tokens_BT: Tensor, real_BT: Tensor, labels_BT: Tensor | None, state: LMState | None, options: Any
     ) -> tuple[Tensor | None, Tensor, LMState | None]:
         """The loss, hidden states, 0 at padding, and with a cache the state after the tokens."""
-        B, T = tokens_BT.shape
-        rows = real_BT.any(1).nonzero()[:, 0]
-        if not len(rows):
-            if labels_BT is not None:
-                raise ValueError("attention_mask masks every token; with labels, give a mask with a 1")
-            return None, self.model.embedding.weight.new_zeros(B, T, self.model.config.width), state
-        offsets = pad(real_BT[rows].sum(1).cumsum(0), (1, 0)).int()
+        if not real_BT.any(1).all():
+            raise ValueError("attention_mask masks all tokens of a row; give each row a 1, and prompts in one call")
+        offsets = pad(real_BT.sum(1).cumsum(0), (1, 0)).int()
         labels_1M = None if labels_BT is None else labels_BT[real_BT][None]
-        before = state and select_rows(state, rows)
-        output = self.model(tokens_BT[real_BT][None], labels_1M, before, offsets, **options)
+        output = self.model(tokens_BT[real_BT][None], labels_1M, state, offsets, **options)
         x_1MC = output.logits
-        x_BTC = x_1MC.new_zeros(B, T, x_1MC.shape[-1]).masked_scatter(real_BT[..., None], x_1MC)
-        after = to_running_dtype(output.state)
-        if after is not None and len(rows) < B:
-            after = put_rows(state, rows, after, B)
-        return output.loss, x_BTC, after
+        x_BTC = x_1MC.new_zeros(*real_BT.shape, x_1MC.shape[-1]).masked_scatter(real_BT[..., None], x_1MC)
+        return output.loss, x_BTC, to_running_dtype(output.state)
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: CheckpointWrapper = checkpoint, every_n_layers: int = 1

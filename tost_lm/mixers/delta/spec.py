@@ -14,9 +14,8 @@ decays or 12·H·K for those of channels, 16·h for lengths; a state 4·H·K·V 
 sequence ranks, the maps of their tokens store 4·H·(K + V) and (K + V)/V such states.
 
 A state is 8·H·K·V + 3·e·E bytes: a matrix for each value head in float64, and the convolution's last 3 tokens. Sequence
-ranks gather the maps of their tokens, 4·H·K·(K + V) bytes a row, and 4·H·K·V in the backward; more than
-`ALL_GATHER_RANKS` do so in groups, and between groups. All exchange the convolution's tokens. Between tiles they add up
-the states in float64, and their gradients.
+ranks gather the maps of both, 4·H·K·(K + V) and e·(3·E + 9) bytes a row, and 4·H·K·V and 3·e·E in the backward; more
+than `ALL_GATHER_RANKS` do so in groups, and between groups. Between tiles they add up the states and their gradients.
 """
 
 from tost_lm.mixers.delta.settings import (
@@ -87,16 +86,17 @@ class DeltaSpec(RecurrentSpec):
         _, H, K, V = sizes = DeltaSizes.of(load.shape)
         factor, added = 4 * H * K * K, 4 * H * K * V  # of the map of a row's tokens, in float32
         taps = load.element_bytes * sizes.convolved * (CONV_TAPS - 1)
-        maps, none = (factor + added, added), (0.0, 0.0)  # the map of the tokens, and the gradient of a state
-        (forward, backward), grouped = (maps, none) if load.gathers else (none, maps)
+        shifts = load.tensor * load.element_bytes * (CONV_TAPS - 1) ** 2
+        maps, none = (factor + added + shifts + taps, added + taps), (0.0, 0.0)  # of the tokens; gradients of states
+        exchanged, grouped = (maps, none) if load.gathers else (none, maps)
         return Costs(
             launches=145,  # with a decay for each channel 16 more
             stored=_stored_bytes(sizes, load),
             state=2 * added + taps,
-            received=load.received(forward + taps, grouped[0]),
-            exchanged=(forward + taps, backward + taps),
+            received=load.received(exchanged[0], grouped[0]),
+            exchanged=exchanged,
             grouped=grouped,
-            summed=2 * added,
+            summed=2 * added + taps,
         )
 
 

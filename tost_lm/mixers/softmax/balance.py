@@ -30,12 +30,6 @@ Attend = Callable[[Tensor, Tensor, SequenceInfo], Tensor]
 """Of q [B, h, t, D], and keys and values of all tokens up to the last query, [B, g, S, E] side by side: y."""
 
 
-def is_balanced(q_BHTD: Tensor, kv_BGTE: Tensor, info: SequenceInfo) -> bool:
-    """Whether sequence ranks split the heads of layers without a window."""
-    heads = q_BHTD.shape[1], kv_BGTE.shape[1]
-    return info.shard is not None and head_groups(*heads, len(info.shard.split.lengths)) > 1
-
-
 def attend_balanced(
     attend: Attend, q_BHTD: Tensor, kv_BGTE: Tensor, info: SequenceInfo
 ) -> tuple[Tensor, Tensor, SequenceInfo]:

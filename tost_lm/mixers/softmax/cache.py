@@ -24,10 +24,6 @@ class KeyValueState(NamedTuple):
     key: Tensor
     value: Tensor
 
-    def to_running_dtype(self) -> "KeyValueState":
-        """Nothing is summed."""
-        return self
-
 
 class KeyValueSlots(NamedTuple):
     """Keys and values in decoding, each [N, G, slots, D]. Those of position p are in slot p modulo `slots`, so with a

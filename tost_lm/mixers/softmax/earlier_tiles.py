@@ -5,28 +5,25 @@ the first, and each tile adds to the gradients of the keys and values before it,
 their gradients, and by nothing else. The attention to a few keys at a time is exact: parts are joined by their
 log-sum-exps, and the backward of a part needs only that of the whole.
 
-A sequence rank stores the keys and values of its heads, of all tokens. Where ranks do not split heads, it stores those
-of its own tokens, and queries meet those of the other ranks one tile at a time.
+A tile of the state has keys and values of a document, [B, G, t, E] side by side. A sequence rank stores those of its
+heads, of all tokens.
 
 Shapes: B rows, H heads of queries, G heads of keys and values, T tokens of a tile, t ≤ T of its last document, S keys,
 D channels a head, E = 2·D.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tost_lm.mixers.softmax.attention import attend, flash, flash_offsets, obstacle_to_flash
-from tost_lm.mixers.softmax.balance import attend_balanced, is_balanced
+from tost_lm.mixers.softmax.balance import attend_balanced
 from tost_lm.mixers.softmax.cache import halves
 from tost_lm.mixers.state import SharedState, TileTensor
 from tost_lm.ops.backends import Backend, choose
-from tost_lm.ops.layout import SequenceShard
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.precision import statistics_dtype
 from tost_lm.torch_internals import (
@@ -36,92 +33,60 @@ from tost_lm.torch_internals import (
 )
 
 
-@dataclass
-class TileKeys(TileTensor):
-    """Keys and values of a document's tokens on this rank in one tile, [B, G, t, E] side by side."""
-
-    lengths: tuple[int, ...] = ()
-    """Tokens of the document on each sequence rank."""
-
-    def of_all_ranks(self, shard: SequenceShard | None, device: torch.device) -> Tensor:
-        """Those of all ranks, on the device. Activation checkpointing does not keep what was received."""
-        x_BGtE = self.x.to(device)
-        return x_BGtE if shard is None else shard.gather(x_BGtE, self.lengths, keep=False)
-
-
-class KeyValueTiles(SharedState[TileKeys]):
-    """The state of a softmax layer without a window between tiles: the keys and values of the document so far."""
-
-
 def attend_tile(
-    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, state: KeyValueTiles | None, info: SequenceInfo
-) -> tuple[Tensor, KeyValueTiles | None]:
+    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, state: SharedState | None, info: SequenceInfo
+) -> tuple[Tensor, SharedState | None]:
     """Attention of a tile's tokens to all earlier ones of their document, and the state for the next tile.
 
     Returns:
         y [B, H, T, D], and the state if `info` asks for it.
     """
     kv_BGTE, attend = torch.cat([k_BGTD, v_BGTD], -1), partial(_attend_up_to, state)
-    if is_balanced(q_BHTD, kv_BGTE, info):
-        y_BHTD, kv_BGTE, info = attend_balanced(attend, q_BHTD, kv_BGTE, info)
-    else:
+    if info.shard is None:
         y_BHTD = attend(q_BHTD, kv_BGTE, info)
+    else:
+        y_BHTD, kv_BGTE, info = attend_balanced(attend, q_BHTD, kv_BGTE, info)
     return y_BHTD, _next_state(kv_BGTE, state, info) if info.output_state else None
 
 
-def _attend_up_to(state: KeyValueTiles | None, q_BHTD: Tensor, kv_BGTE: Tensor, info: SequenceInfo) -> Tensor:
-    """Attention of the last T tokens to those of their documents in the tile, on all ranks, and in earlier tiles."""
-    local, shard, T = info.local, info.shard, q_BHTD.shape[2]
-    here_BGSE = kv_BGTE if shard is None else shard.gather(kv_BGTE)[:, :, : shard.split.end]
-    earlier = here_BGSE.shape[2] - T  # tokens of the tile on earlier ranks
+def _attend_up_to(state: SharedState | None, q_BHTD: Tensor, kv_BGSE: Tensor, info: SequenceInfo) -> Tensor:
+    """Attention of the last T tokens to those of their documents in the tile and in earlier tiles."""
+    local, T = info.local, q_BHTD.shape[2]
+    before = kv_BGSE.shape[2] - T  # tokens of the tile
     ys, continued = [], 0
     if state is not None and local.documents.start == 0:
         continued = local.lengths[0] if local.packed else T
-    if state is not None and (continued or shard is not None):
-        kv = here_BGSE[:, :, : earlier + continued] if continued else here_BGSE[:, :, :0]
-        ys.append(_WithEarlierTiles.apply(q_BHTD[:, :, :continued], kv, state.tiles, shard))
+        ys.append(_WithEarlierTiles.apply(q_BHTD[:, :, :continued], kv_BGSE[:, :, : before + continued], state.tiles))
     if continued < T:
         skipped = 1 if continued else 0
-        before = 0 if skipped else min(earlier, local.before[0])
-        q, kv = q_BHTD[:, :, continued:], halves(here_BGSE[:, :, earlier + continued - before :])
+        kept = 0 if skipped else min(before, local.before[0])
+        q, kv = q_BHTD[:, :, continued:], halves(kv_BGSE[:, :, before + continued - kept :])
         lengths = local.lengths[skipped:]
-        documents = (lengths, (before + lengths[0], *lengths[1:])) if local.packed else None
+        documents = (lengths, (kept + lengths[0], *lengths[1:])) if local.packed else None
         ys.append(attend(q, kv, 0, documents))
     return torch.cat(ys, 2) if len(ys) > 1 else ys[0]
 
 
-def _next_state(kv_BGTE: Tensor, state: KeyValueTiles | None, info: SequenceInfo) -> KeyValueTiles:
+def _next_state(kv_BGTE: Tensor, state: SharedState | None, info: SequenceInfo) -> SharedState:
     """The state of the last document of each row."""
     last = info.local.whole_lengths[-1]
-    begin = sum(info.local.whole_lengths) - last if info.local.packed else 0
-    if info.shard is None:
-        lengths = (last,)
-    else:
-        ends = list(accumulate(info.shard.split.lengths))
-        starts = [0, *ends[:-1]]
-        lengths = tuple(max(0, end - max(start, begin)) for start, end in zip(starts, ends, strict=True))
-    here = lengths[info.shard.split.rank if info.shard else 0]
-    others = kv_BGTE.shape[2] - here
+    others = kv_BGTE.shape[2] - last
     kv_BGtE = kv_BGTE[:, :, others:].clone() if others else kv_BGTE  # a copy frees the memory of others
-    added = TileKeys(kv_BGtE, lengths=lengths)
-    return KeyValueTiles((*(state.tiles if state is not None and not begin else ()), added))
+    return SharedState((*(state.tiles if state is not None and not others else ()), TileTensor(kv_BGtE)))
 
 
 class _WithEarlierTiles(torch.autograd.Function):
-    """apply(q, kv, tiles, shard): attention of the last tokens to `kv` of their own tile, causal, and to earlier tiles.
-
-    Ranks without such tokens take part in the exchanges only.
-    """
+    """apply(q, kv, tiles): attention of the last tokens to `kv` of their own tile, causal, and to earlier tiles."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, kv: Tensor, tiles: Sequence[TileKeys], shard: SequenceShard | None) -> Tensor:
-        ctx.tiles, ctx.shard = tiles, shard
+    def forward(ctx, q: Tensor, kv: Tensor, tiles: Sequence[TileTensor]) -> Tensor:
+        ctx.tiles = tiles
         y = log_sum = None
-        for part, causal in _parts(q, kv, tiles, shard):
-            if q.shape[2]:
-                y_part, log_sum_part = _attend(q, *halves(part), causal)
-                y, log_sum = _joined(y, log_sum, y_part.to(statistics_dtype(q)), log_sum_part)
-        y = q.new_empty(q.shape) if y is None else y.to(q.dtype)
+        for part, causal in [*_parts_here(q, kv), *((tile.x, False) for tile in tiles)]:
+            y_part, log_sum_part = _attend(q, *halves(part.to(q.device)), causal)
+            y, log_sum = _joined(y, log_sum, y_part.to(statistics_dtype(q)), log_sum_part)
+        assert y is not None
+        y = y.to(q.dtype)
         ctx.save_for_backward(q, kv, y, log_sum)
         return y
 
@@ -129,47 +94,27 @@ class _WithEarlierTiles(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, kv, y, log_sum = ctx.saved_tensors
-        dq, dy, own = torch.zeros_like(q, dtype=statistics_dtype(q)), dy.contiguous(), []
+        dq, dy = torch.zeros_like(q, dtype=statistics_dtype(q)), dy.contiguous()
 
         def of_part(part: Tensor, causal: bool) -> Tensor:
             nonlocal dq
-            if not q.shape[2]:
-                return torch.zeros_like(part)
             d_part_q, *d_kv = _attend_backward(dy, q, *halves(part), y, log_sum, causal)
             dq += d_part_q
             return torch.cat(d_kv, -1)
 
-        for part, causal in _parts_here(q, kv):
-            own.append(of_part(part, causal))
+        d_kv = torch.cat([of_part(part, causal) for part, causal in _parts_here(q, kv)], 2)
         for tile in ctx.tiles:
-            if tile.gradient is None:
-                if ctx.shard is not None or q.shape[2]:
-                    of_part(tile.of_all_ranks(ctx.shard, q.device), False)
-                continue
-            with torch.enable_grad():
-                leaf = tile.x.detach().to(q.device).requires_grad_()
-                part = leaf if ctx.shard is None else ctx.shard.gather(leaf, tile.lengths, keep=False)
-            d_part = of_part(part.detach(), False)
-            d_own = d_part if ctx.shard is None else torch.autograd.grad(part, leaf, d_part)[0]
-            tile.gradient += d_own.to(tile.gradient)
-        d_kv = torch.cat(own, 2) if own else torch.zeros_like(kv)
-        return dq.to(q.dtype), d_kv, None, None
-
-
-def _parts(
-    q: Tensor, kv: Tensor, tiles: Sequence[TileKeys], shard: SequenceShard | None
-) -> Iterator[tuple[Tensor, bool]]:
-    """Keys and values that are attended to, and whether causally: else by every query."""
-    yield from _parts_here(q, kv)
-    for tile in tiles:
-        yield tile.of_all_ranks(shard, q.device), False
+            d_tile = of_part(tile.x.to(q.device), False)
+            if tile.gradient is not None:
+                tile.gradient += d_tile.to(tile.gradient)
+        return dq.to(q.dtype), d_kv, None
 
 
 def _parts_here(q: Tensor, kv: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    """Keys and values that are attended to, and whether causally: else by every query."""
     if earlier := kv.shape[2] - q.shape[2]:
         yield kv[:, :, :earlier], False
-    if q.shape[2]:
-        yield kv[:, :, earlier:], True
+    yield kv[:, :, earlier:], True
 
 
 def _joined(y: Tensor | None, log_sum: Tensor | None, y_part: Tensor, log_sum_part: Tensor) -> tuple[Tensor, Tensor]:

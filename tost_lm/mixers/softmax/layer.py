@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer, room_after
 from tost_lm.mixers.softmax.attention import attend, attend_one, causal_attention
-from tost_lm.mixers.softmax.balance import attend_balanced, is_balanced
+from tost_lm.mixers.softmax.balance import attend_balanced
 from tost_lm.mixers.softmax.cache import (
     KeysAndValues,
     KeyValueSlots,
@@ -22,8 +22,9 @@ from tost_lm.mixers.softmax.cache import (
     last,
     last_of_both,
 )
-from tost_lm.mixers.softmax.earlier_tiles import KeyValueTiles, attend_tile
+from tost_lm.mixers.softmax.earlier_tiles import attend_tile
 from tost_lm.mixers.softmax.settings import SoftmaxShape, SoftmaxSizes
+from tost_lm.mixers.state import SharedState
 from tost_lm.ops.norms import ZeroCenteredRmsNorm
 from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
 from tost_lm.ops.registered import Registered
@@ -31,7 +32,7 @@ from tost_lm.ops.registered import Registered
 
 class SoftmaxMixer(TokenMixer):
     State = KeyValueState
-    TileState = KeyValueTiles
+    TileState = SharedState
     FIXED_STATE = True
 
     def __init__(self, shape: SoftmaxShape):
@@ -59,8 +60,8 @@ class SoftmaxMixer(TokenMixer):
         return KeyValueSlots.of(state, positions, room_after(max(positions), self.window or None))
 
     def forward(
-        self, x_BTC: Tensor, state: KeyValueState | KeyValueTiles | KeyValueSlots | None, info: SequenceInfo
-    ) -> tuple[Tensor, KeyValueState | KeyValueTiles | KeyValueSlots | None]:
+        self, x_BTC: Tensor, state: KeyValueState | SharedState | KeyValueSlots | None, info: SequenceInfo
+    ) -> tuple[Tensor, KeyValueState | SharedState | KeyValueSlots | None]:
         """Attend to the earlier tokens of the document (in `state`) and to these."""
         projected_BTE, gate_BTC = self.in_proj(x_BTC), None
         if self.gated:
@@ -70,14 +71,14 @@ class SoftmaxMixer(TokenMixer):
         return self.out_proj(y_BTC if gate_BTC is None else y_BTC * gate_BTC.sigmoid()), new_state
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | KeyValueTiles | KeyValueSlots | None,
+        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | SharedState | KeyValueSlots | None,
         info: SequenceInfo,
-    ) -> tuple[Tensor, KeyValueState | KeyValueTiles | KeyValueSlots | None]:  # fmt: skip
+    ) -> tuple[Tensor, KeyValueState | SharedState | KeyValueSlots | None]:  # fmt: skip
         """The output of all heads, [B, T, H·D], and the new state."""
         if self.is_tile(state, info):
             y_BHTD, tiles = attend_tile(q, k, v, state, info)  # pyright: ignore[reportArgumentType]
             return y_BHTD.transpose(1, 2).flatten(-2), tiles
-        assert not isinstance(state, KeyValueTiles)
+        assert not isinstance(state, SharedState)
         if isinstance(state, KeyValueSlots):
             y_BH1D = attend_one(q, *state, state.add(info.position, (k, v)))
             return y_BH1D.transpose(1, 2).flatten(-2), state
@@ -128,7 +129,7 @@ class _Attention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None
     ) -> tuple[Tensor, KeyValueState | None]:
-        if not (self.window or state or self.info.output_state) and is_balanced(q, k, self.info):
+        if self.info.shard is not None and not (self.window or state or self.info.output_state):
             return attend_balanced(_attend_block, q, torch.cat([k, v], -1), self.info)[0], None
         up_to_here, sequence = self._around(k, v)
         attend_all = self._attend_rows if self.info.cu_seqlens is None else self._attend_packed

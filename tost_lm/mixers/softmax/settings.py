@@ -34,7 +34,7 @@ class SoftmaxSettings(Section):
 
 
 def head_groups(heads: int, kv_heads: int, ranks: int) -> int:
-    """Groups of heads that this many sequence ranks compute with, each with as many: 1 if they cannot split them."""
+    """Groups of heads that this many sequence ranks compute with, each with as many."""
     fits = (groups for groups in range(ranks, 0, -1) if not (ranks % groups or heads % groups))
     return next(groups for groups in fits if not (kv_heads % groups and groups % kv_heads))
 

@@ -8,15 +8,13 @@ Autograd stores q, k and v, in units of e·C bytes per token: 3. With rotary emb
 all three, and without a window on one sequence rank 6: the kernel's output and a copy of it. The input of the output
 projection adds 1, and `model.softmax.gate` 3: its input beside v, the gate and the product. With
 `model.softmax.kv_heads`, k and v are narrower. With `model.softmax.qk_norm` it stores q and k before and after the
-norm, and 4 bytes for each of their heads, or for all heads of each. With several sequence ranks it stores k and v of
-the whole sequence; with a window of w tokens those of the last w − 1 of each rank, and of its own. Attention also
-stores 4·H.
+norm, and 4 bytes for each of their heads, or for all heads of each. With several sequence ranks and a window of w
+tokens it stores k and v of the last w − 1 of each rank, and of its own. Attention also stores 4·H.
 
 A state has the keys and values of a window; without one, each tile adds those of its tokens to the states after it.
 Without a window, sequence ranks exchange tokens for heads and back: queries, keys and values, of which several ranks
-may have copies, and outputs. A rank stores what it received, and the output of its heads. With a window, or if they
-cannot split heads, they gather keys and values of all tokens of a tile, or of the last w − 1 of each rank; without a
-window also those of the earlier tiles one by one, and again. Recomputation keeps what was received.
+may have copies, and outputs. A rank stores what it received, and the output of its heads. With a window, they gather
+keys and values of the last w − 1 tokens of each rank. Recomputation keeps what was received.
 """
 
 from tost_lm.mixers.softmax.settings import SoftmaxShape, SoftmaxSizes, head_groups
@@ -104,23 +102,22 @@ class SoftmaxSpec(MixerSpec):
                 dealt=dealt,
             )
         # Gathered tokens for each of a rank's own.
-        relative = load.sequence * gathered_tokens(window or None, load.tokens_here) / load.tokens_here
+        relative = load.sequence * gathered_tokens(window, load.tokens_here) / load.tokens_here if window else 0.0
         return Costs(
             launches=31,
             attention_rate=_attention_rate(sizes),
             stored=_stored_bytes(sizes, load, relative),
             state=2 * e * sizes.keys * (window - 1 if window else load.tokens_here),
             received=2 * sizes.keys * relative * e / load.tensor if load.sequence > 1 else 0.0,
-            busiest=1.0 if window else 2 - 1 / load.sequence,
-            gathered_channels=2 * sizes.keys,
+            gathered_channels=2 * sizes.keys if window else 0,
         )
 
 
 def _copies(load: Load) -> float:
-    """Sequence ranks that have the same keys and values, where they split heads; 0: each has its own tokens'."""
+    """Sequence ranks that have the same keys and values, where they exchange tokens for heads; 0: they do not."""
     kv_heads = (load.shape.own.kv_heads or load.shape.heads) // load.tensor
     groups = head_groups(load.shape.heads // load.tensor, kv_heads, load.sequence)
-    if load.shape.own.window or groups == 1:
+    if load.shape.own.window or load.sequence == 1:
         return 0.0
     return load.sequence * max(1, kv_heads // groups) / kv_heads
 
@@ -133,9 +130,8 @@ def _stored_bytes(sizes: SoftmaxSizes, load: Load, relative: float) -> float:
         # Queries and output of the rank's heads, which it received and will send.
         attention = 2 * C + 2 * relative * kv + (C + 2 * kv + gate if shape.own.qk_norm else 0)
     elif load.sequence > 1:
-        gathered = 2 * (relative + 1 if shape.own.window else relative)  # keys and values, with a window also a copy
         kept = C + 2 * kv + gate if shape.own.qk_norm or not shape.own.rope_theta else 0
-        attention = (C if changed else 0) + kept + gathered * kv
+        attention = (C if changed else 0) + kept + 2 * (relative + 1) * kv  # keys and values, and a copy
     else:
         # Without a window, the kernel stores its output in the order of q's memory, the projection a copy of it.
         attention = C + 2 * kv + gate + (read if changed else 0) + (C if changed and not shape.own.window else 0)

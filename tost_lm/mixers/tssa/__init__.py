@@ -1,1 +1,1 @@
-"""Token statistics self-attention, causal, and bidirectional for images. Linear time and a state of constant size."""
+"""Token statistics self-attention, causal. Linear time and a state of constant size."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tost_lm.mixers.layer import HeadSoftmax
-from tost_lm.ops.exchange import Sum, exclusive_scan
+from tost_lm.ops.exchange import exclusive_scan
 from tost_lm.ops.layout import Layout, LocalDocuments, SequenceShard
 
 
@@ -86,7 +86,7 @@ def carries(
             return [None] * len(here_n), []
         return outside_N, [x + here.to(x.dtype) for x, here in zip(outside_N, here_n, strict=True)]
     joined_nC = torch.cat([here.flatten(1) for here in here_n], 1)
-    sum_nC, total_NC = exclusive_scan(shard, local, Sum(), joined_nC, reverse=reverse, per_document=bool(outside_N))
+    sum_nC, total_NC = exclusive_scan(shard, local, joined_nC, reverse=reverse, per_document=bool(outside_N))
     sizes = [here[0].numel() for here in here_n]
     sums = [x.reshape_as(here) for x, here in zip(sum_nC.split(sizes, 1), here_n, strict=True)]
     if total_NC is None:

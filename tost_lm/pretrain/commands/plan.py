@@ -219,7 +219,7 @@ def time_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
     bandwidth = f"at {cluster.achieved_memory_bandwidth:.0%} of {cluster.memory_gb_s:g} GB/s"
     sources = {
         "products": f"at {cluster.achieved_flops:.0%} {peak}",
-        "attention": f"at {plan.attention_rate(config):.0%} {peak}{_of_busiest(config)}",
+        "attention": f"at {plan.attention_rate(config):.0%} {peak}{_of_sequence_ranks(config)}",
         "operator": f"as {in_units(operator)} per token {bandwidth}",
         "elementwise": f"as {in_units(elementwise)} per token; norms, {activation}, LayerScale, residual sums",
         "loss": f"{in_units(plan.bytes_moved_by_loss(config))} beside its products",
@@ -258,10 +258,8 @@ def _of_published(config: PlanConfig) -> str:
     return f"; planned over published tokens/s was {least:.2f} to {most:.2f} in {_count(rows, 'run')} on such GPUs"
 
 
-def _of_busiest(config: PlanConfig) -> str:
-    ranks, busiest = config.parallel.sequence, plan.busiest(config)
-    if busiest > 1:
-        return f"; {busiest:.3g} times the mean on the last of {ranks} ranks, which cannot divide model.heads"
+def _of_sequence_ranks(config: PlanConfig) -> str:
+    ranks = config.parallel.sequence
     dealt = any(costs_of(config, spec).dealt for spec, _ in config.model.mixers)
     return f"; {ranks} sequence ranks share heads and queries evenly" if dealt else ""
 

@@ -79,7 +79,7 @@ def step_seconds(config: PlanConfig) -> Step:
     rate = tokens / peak(config)
     found = Step(
         products=(flops.products.total + products_again) * rate / cluster.achieved_flops,
-        attention=(flops.attention.total + attention_again) * rate / attention_rate(config) * busiest(config),
+        attention=(flops.attention.total + attention_again) * rate / attention_rate(config),
         operator=tokens * operator_bytes_per_token(config) / bandwidth(config) + mixer_kernel_seconds(config),
         elementwise=tokens * elementwise_bytes_per_token(config) / bandwidth(config),
         loss=bytes_moved_by_loss(config) / bandwidth(config),
@@ -111,11 +111,6 @@ def attention_rate(config: PlanConfig) -> float:
     """Fraction of the peak that products between tokens reach, in the slowest mixer."""
     slowest = min(costs_of(config, spec).attention_rate for spec, _ in config.model.mixers)
     return config.cluster.achieved_attention_flops * slowest
-
-
-def busiest(config: PlanConfig) -> float:
-    """Attention of the sequence rank with the most, over the mean."""
-    return max(costs_of(config, spec).busiest for spec, _ in config.model.mixers)
 
 
 def bandwidth(config: PlanConfig) -> float:

@@ -217,8 +217,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     heads, or gathered keys and values (with a window of a shard's last tokens).
 
     The forward sends all again for tiles that are computed twice. In all-to-alls, a rank sends its row in one, and the
-    results for other ranks in a second one. Maps of states take the place of one of the two exchanges: ranks gather
-    them in groups, then between groups.
+    results for other ranks in a second one. Maps of states are gathered in groups instead, then between groups.
     """
     parallel, model, k = config.parallel, config.model, config.micro_batches
     ranks, tensor = parallel.sequence, parallel.tensor
@@ -234,7 +233,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     for layers, costs, _ in used:
         forward, backward = costs.exchanged
         if forward:
-            calls += k * layers * (1 if costs.grouped[0] else 2) * (passes + backwards)
+            calls += 2 * k * layers * (passes + backwards)
             statistics += k * rows * layers * (passes * forward + backwards * backward) / tensor
         # States between tiles: forward, again in the second forward, and backward.
         if costs.summed:
@@ -250,7 +249,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         yield Collectives("states after tiles", "all-to-all", 2 * summed, 2 * row, ranks, tensor)
     for layers, costs, _ in used:
         forward, backward = costs.grouped
-        calls = 2 * k * layers * (passes + backwards) if forward else 0
+        calls = 4 * k * layers * (passes + backwards) if forward else 0
         sent = rows * k * layers * (passes * forward + backwards * backward) / tensor * rows_of_groups(ranks)
         yield Collectives("maps of states", "all-to-all", calls, sent, ranks, tensor)
     for layers, costs, kept in used:
@@ -263,23 +262,13 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     starts = range(0, config.row_tokens, config.tile_tokens)
     sizes = [min(config.tile_tokens, config.row_tokens - start) for start in starts]
     for layers, costs, kept in used:
-        again = sent_again(config, shares_tiles=kept is None and tiles(config) > 1)
+        again = sent_again(config)
         of_tiles = [gathered_tokens(kept, size / ranks) for size in sizes] if costs.gathered_channels else []
-        # Without a window, those of all earlier tiles are gathered for each tile in every pass and in the backward.
-        earlier = [of_tiles[:n] if kept is None else [] for n in range(len(of_tiles))]
-        before, before_last = ([one for of_tile in some for one in of_tile] for some in (earlier, earlier[:-1]))
-        in_second = float(bool(fraction_computed_twice(config)))
-        scattered = [(1.0, of_tiles), (1.0, before)]
-        gathered = [
-            (1 + again, of_tiles), (in_second, of_tiles[:-1]),
-            (2 + is_computed_again(config), before), (in_second, before_last),
-        ]  # fmt: skip
+        in_second = fraction_computed_twice(config) > 0
         e, calls = ELEMENT_BYTES[config.train.dtype], k * layers
-        times = calls * micro_batch_tokens(config) * ranks / config.row_tokens
-        once, sent = (
-            times * sum(n * sum(some) for n, some in gathers) * costs.gathered_channels / tensor
-            for gathers in (scattered, gathered)
-        )
-        scatters, gathers = (calls * sum(n * len(some) for n, some in of_kind) for of_kind in (scattered, gathered))
+        channels = calls * micro_batch_tokens(config) * ranks / config.row_tokens * costs.gathered_channels / tensor
+        sent = channels * ((1 + again) * sum(of_tiles) + in_second * sum(of_tiles[:-1]))
+        gathers = calls * ((1 + again) * len(of_tiles) + in_second * len(of_tiles[:-1]))
+        scattered, scatters = channels * sum(of_tiles), calls * len(of_tiles)
         yield Collectives("keys and values", "all-gather", gathers, e * sent, ranks, tensor)
-        yield Collectives("their gradients", "reduce-scatter", scatters, 4 * once * ranks, ranks, tensor)
+        yield Collectives("their gradients", "reduce-scatter", scatters, 4 * scattered * ranks, ranks, tensor)

@@ -1,10 +1,9 @@
 """Conformance of token mixers: whether the same tokens, processed in any way, give the same result.
 
 A token mixer is called in tiles, token by token, on packed documents and on sequence ranks. All of these must equal
-one call, in outputs, final states and the gradients of every input. `check` calls a mixer through a `MixerAdapter` and
-reports which of these equalities hold:
+one call, in outputs, final states and the gradients of every input. `check` reports which of these equalities hold:
 
-    report = check(layer_adapter("T", ModelConfig(layers=1, heads=2, width=8)))
+    report = check("T", ModelConfig(layers=1, heads=2, width=8))
     print(report)
     report.require()
 
@@ -15,28 +14,20 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tost_lm.mixers.registry import SPECS
+from tost_lm.model.config import ModelConfig
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.testing.conformance import equalities
-from tost_lm.testing.conformance.adapter import (
-    TOKENS,
-    MixerAdapter,
-    State,
-    Subject,
-    concatenate_rows,
-    cotangent,
-    layer_adapter,
-    leaf,
-    named,
-)
+from tost_lm.testing.conformance.subject import BOUND, TOKENS, MakeShard, State, Subject, cotangent, leaf, named
 from tost_lm.testing.ranks import run_on_ranks
 
-__all__ = ["EQUALITIES", "Equality", "MixerAdapter", "Report", "check", "concatenate_rows", "layer_adapter"]
+__all__ = ["EQUALITIES", "Equality", "Report", "check"]
 
 
 RANKS = 3
@@ -55,42 +46,38 @@ class _Case(NamedTuple):
     output_state: bool
 
 
-def rank_differences(subject: Subject, T: int) -> Iterator[tuple[float, str]]:
+def rank_differences(subject: Subject, T: int) -> equalities.Differences:
     """Rows and packed documents on 3 ranks against one process."""
     cases = list(_cases(subject, T))
     expected = [_results(subject, case, None) for case in cases]
-    for found in run_on_ranks(_on_rank, RANKS, subject.adapter, subject.seed, cases):
+    for found in run_on_ranks(_on_rank, RANKS, subject.arguments, cases):
         for case, ours, theirs in zip(cases, found, expected, strict=True):
             yield from subject.differences(ours, theirs, case.what)
 
 
-def _on_rank(adapter: MixerAdapter, seed: int, cases: list[_Case]) -> list[dict[str, Tensor]]:
-    subject = Subject(adapter, seed)
-    return [_results(subject, case, dist.get_rank()) for case in cases]
+def _on_rank(arguments: tuple[Any, ...], cases: list[_Case]) -> list[dict[str, Tensor]]:
+    subject = Subject(*arguments)
+    return [_results(subject, case, subject.shard) for case in cases]
 
 
 def _cases(subject: Subject, T: int) -> Iterator[_Case]:
     """Shards of 1 and 2 tokens among long ones; documents that cross a cut, end at it and lie within a shard."""
-    adapter = subject.adapter
     whole = (T // 2 - 1, 2, T - T // 2 - 1)
     yield _Case(f"rows on ranks of {whole}", subject.tokens(2, T), (whole,), (None,), None, False)
-    if adapter.has_state:
-        n = T // 2
-        splits = ((n - 3, 1, 2), (1, 2, T - n - 3))
-        yield _Case(f"rows in tiles on {splits}", subject.tokens(2, T), splits, (None, None), None, True)
-        yield _Case("rows that continue", subject.tokens(2, T), (whole,), (None,), subject.states(2), True)
-    if adapter.has_documents:
-        documents = (0, 2, whole[0], whole[0] + 1, T - 3, T)
-        packed = subject.tokens(1, T)
-        yield _Case(f"documents at {documents} on {whole}", packed, (whole,), (documents,), None, False)
-        short = (1, 2, T - 3)
-        yield _Case(f"documents at {documents} on {short}", packed, (short,), (documents,), None, False)
-        if adapter.has_state:
-            states = subject.states(len(documents) - 1)
-            yield _Case(f"documents that continue, on {short}", packed, (short,), (documents,), states, True)
+    n = T // 2
+    splits = ((n - 3, 1, 2), (1, 2, T - n - 3))
+    yield _Case(f"rows in tiles on {splits}", subject.tokens(2, T), splits, (None, None), None, True)
+    yield _Case("rows that continue", subject.tokens(2, T), (whole,), (None,), subject.states(2), True)
+    documents = (0, 2, whole[0], whole[0] + 1, T - 3, T)
+    packed = subject.tokens(1, T)
+    yield _Case(f"documents at {documents} on {whole}", packed, (whole,), (documents,), None, False)
+    short = (1, 2, T - 3)
+    yield _Case(f"documents at {documents} on {short}", packed, (short,), (documents,), None, False)
+    states = subject.states(len(documents) - 1)
+    yield _Case(f"documents that continue, on {short}", packed, (short,), (documents,), states, True)
 
 
-def _results(subject: Subject, case: _Case, rank: int | None) -> dict[str, Tensor]:
+def _results(subject: Subject, case: _Case, make_shard: MakeShard | None) -> dict[str, Tensor]:
     """Outputs, final states, and gradients of a loss on the outputs; summed over ranks, except for the states.
 
     Gradients of states only pass from tile to tile: a mixer may keep the whole gradient on each rank, or a part.
@@ -98,20 +85,20 @@ def _results(subject: Subject, case: _Case, rank: int | None) -> dict[str, Tenso
     x_BTC, state, outputs = leaf(case.x_BTC), case.initial, None
     starts = [0, *accumulate(map(sum, case.splits[:-1]))]  # of each tile
     for start, lengths, offsets in zip(starts, case.splits, case.offsets, strict=True):
-        split = SequenceSplit((sum(lengths),), 0) if rank is None else SequenceSplit(lengths, rank)
-        shard = None if rank is None else subject.adapter.shard(split)  # pyright: ignore[reportOptionalCall]
+        split = SequenceSplit(lengths, dist.get_rank()) if make_shard else SequenceSplit((sum(lengths),), 0)
+        shard = make_shard and make_shard(split)
         columns = slice(start + split.start, start + split.end)
         y, state = subject(x_BTC[:, columns], state, offsets, shard, case.output_state)
         if outputs is None:
             outputs = y.new_zeros(*x_BTC.shape[:2], *y.shape[2:])
-        outputs = outputs.index_copy(1, torch.arange(columns.start, columns.stop, device=y.device), y)
+        outputs = outputs.index_copy(1, torch.arange(columns.start, columns.stop), y)
     assert outputs is not None
     outputs.backward(cotangent("outputs", outputs))
     found = {"outputs": outputs.detach()}
     for name, x in ({TOKENS: x_BTC} | subject.parameters).items():
         found[f"gradient of {name}"] = torch.zeros_like(x) if x.grad is None else x.grad
     subject.mixer.zero_grad()
-    if rank is not None:
+    if make_shard is not None:
         for x in found.values():
             dist.all_reduce(x)
     return found | {name: x.detach() for name, x in named("final state", state).items()}
@@ -165,23 +152,20 @@ def _number(x: float | None) -> str:
 MIN_TOKENS = 16
 
 
-class _Test(NamedTuple):
-    differences: Callable[[Subject, int], equalities.Differences]
-    is_offered: Callable[[MixerAdapter], object] = lambda adapter: True
-    """Whether the mixer offers the equality."""
-    obstacle: str = ""
-    """Why a mixer does not."""
-    bound: float | None = None
-    """None: that of the mixer."""
-
-
-def check(adapter: MixerAdapter, *, tokens: int = 24, seed: int = 0) -> Report:
+def check(
+    letter: str, config: ModelConfig, shard: MakeShard | None = None, *, tokens: int = 24, seed: int = 0
+) -> Report:
     """Compare a mixer with itself in every way that the same tokens can be processed.
 
-    Each equality compares outputs, final states, and the gradients of tokens, parameters and initial states. Sequence
-    ranks are real gloo ranks (`tost_lm.testing.run_on_ranks`). All tokens and weights are drawn.
+    Each equality compares outputs, final states, and the gradients of tokens, parameters and initial states, in
+    float64. Sequence ranks are real gloo ranks (`tost_lm.testing.run_on_ranks`). All tokens and weights are drawn. Of a
+    plugin, the rule about NaN is reported and not required.
 
     Args:
+        letter: of a mixer in `tost_lm.mixers.registry.SPECS`.
+        config: the shape of the layer, whose pattern is this letter.
+        shard: communication of a sequence rank, a function of a module, which is called on each rank in its process
+            group; None: ranks are not compared.
         tokens: T, at least 16. Larger than the chunks of a kernel to include their boundaries.
         seed: of weights, tokens and cuts.
 
@@ -193,16 +177,22 @@ def check(adapter: MixerAdapter, *, tokens: int = 24, seed: int = 0) -> Report:
     """
     if tokens < MIN_TOKENS:
         raise ValueError(f"too few tokens to cut: {tokens}; use {MIN_TOKENS} or more")
-    return Report(adapter.name, tuple(_examine(name, test, adapter, tokens, seed) for name, test in _TESTS.items()))
+    arguments = Subject.of(letter, config, seed, shard).arguments
+    return Report(letter, tuple(_examine(name, arguments, tokens, SPECS[letter].plugin is None) for name in _TESTS))
 
 
-def _examine(name: str, test: _Test, adapter: MixerAdapter, tokens: int, seed: int) -> Equality:
-    bound = test.bound or adapter.bound
-    required = adapter.contains_nan or test.differences is not equalities.nan_containment
-    if not test.is_offered(adapter):
-        return Equality(name, "not offered", None, bound, test.obstacle, required)
+def _examine(name: str, arguments: tuple[Any, ...], tokens: int, contains_nan: bool) -> Equality:
+    differences, subject = _TESTS[name], Subject(*arguments)
+    bound = equalities.SLOPE_BOUND if differences is equalities.finite_differences else BOUND
+    required = contains_nan or differences is not equalities.nan_containment
+    for test, offered, obstacle in (
+        (rank_differences, subject.shard, "no sequence ranks"),
+        (equalities.window, subject.window, "no window"),
+    ):
+        if differences is test and not offered:
+            return Equality(name, "not offered", None, bound, obstacle, required)
     try:
-        error, where = max(test.differences(Subject(adapter, seed), tokens))
+        error, where = max(differences(subject, tokens))
     except Exception as problem:  # whatever a mixer raises is its result
         lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
         reason = f"{type(problem).__name__}: {lines[-1] if lines else ''}"
@@ -210,24 +200,16 @@ def _examine(name: str, test: _Test, adapter: MixerAdapter, tokens: int, seed: i
     return Equality(name, "holds" if error <= bound else "fails", error, bound, where, required)
 
 
-_STATE = (lambda adapter: adapter.has_state), "no state"
-_TESTS = {
-    "later tokens change no earlier output": _Test(equalities.later_tokens),
-    "state in and out equals one call": _Test(equalities.state_in_and_out, *_STATE),
-    "one token at a time equals one call": _Test(equalities.single_tokens, *_STATE),
-    "packed documents are independent": _Test(
-        equalities.packed_documents, lambda adapter: adapter.has_documents, "no packed documents"
-    ),
-    "tiles equal whole rows": _Test(equalities.tiles, *_STATE),
-    "sequence ranks equal one": _Test(rank_differences, lambda adapter: adapter.shard, "no sequence ranks"),
-    "gradients equal finite differences": _Test(
-        equalities.finite_differences,
-        lambda adapter: adapter.dtype == torch.float64,
-        "not computed in float64",
-        equalities.SLOPE_BOUND,
-    ),
-    "the window has its exact length": _Test(equalities.window, lambda adapter: adapter.window, "no window"),
-    "a NaN reaches later tokens of its document alone": _Test(equalities.nan_containment),
+_TESTS: dict[str, Callable[[Subject, int], equalities.Differences]] = {
+    "later tokens change no earlier output": equalities.later_tokens,
+    "state in and out equals one call": equalities.state_in_and_out,
+    "one token at a time equals one call": equalities.single_tokens,
+    "packed documents are independent": equalities.packed_documents,
+    "tiles equal whole rows": equalities.tiles,
+    "sequence ranks equal one": rank_differences,
+    "gradients equal finite differences": equalities.finite_differences,
+    "the window has its exact length": equalities.window,
+    "a NaN reaches later tokens of its document alone": equalities.nan_containment,
 }
 EQUALITIES = tuple(_TESTS)
 """The names of the equalities, in the order of a report."""

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tost_lm.testing.conformance.adapter import (
+from tost_lm.testing.conformance.subject import (
+    BOUND,
     TOKENS,
     State,
     Subject,
+    concatenate,
     cotangent,
     leaf,
     named,
@@ -32,7 +34,7 @@ SLOPE_BOUND = 1e-7
 
 def later_tokens(subject: Subject, T: int) -> Differences:
     """Outputs before a token when it and all later tokens change, and the gradients of these tokens."""
-    for B, offsets in _shapes(subject, T):
+    for B, offsets in _shapes(T):
         x_BTC = leaf(subject.tokens(B, T))
         y, _ = subject(x_BTC, offsets=offsets, output_state=False)
         for t in (1, T // 2, T - 1):
@@ -60,7 +62,7 @@ def packed_documents(subject: Subject, T: int) -> Differences:
     """Packed documents as separate calls: all from a state, the first two from a state, none from a state."""
     offsets = _offsets(T)
     N = len(offsets) - 1
-    states = subject.states(N) if subject.adapter.has_state else None
+    states = subject.states(N)
     x_1TC = subject.tokens(1, T)
 
     def separate(output_state: bool, x_1TC: Tensor, states: State | None) -> tuple[Tensor, State | None]:
@@ -70,9 +72,9 @@ def packed_documents(subject: Subject, T: int) -> Differences:
             for n, (start, end) in enumerate(pairwise(offsets))
         ]
         ys, final_states = zip(*results, strict=True)
-        return torch.cat(ys, 1), subject.adapter.concatenate_states(final_states) if output_state else None
+        return torch.cat(ys, 1), concatenate(final_states) if output_state else None
 
-    for given, output_state in [(0, False), *([(0, True), (2, True), (N, True)] if subject.adapter.has_state else [])]:
+    for given, output_state in ((0, False), (0, True), (2, True), (N, True)):
         initial = rows(states, 0, given) if given else None
         expected = subject.results(partial(separate, output_state), x_1TC, initial)
         found = subject.results(partial(subject, offsets=offsets, output_state=output_state), x_1TC, initial)
@@ -84,7 +86,7 @@ def tiles(subject: Subject, T: int) -> Differences:
 
     Documents cross the tiles.
     """
-    for B, offsets in _shapes(subject, T):
+    for B, offsets in _shapes(T):
         x_BTC = subject.tokens(B, T)
         for initial in (None, subject.states(B if offsets is None else len(offsets) - 1)):
             expected = subject.results(partial(subject, offsets=offsets), x_BTC, initial)
@@ -95,10 +97,10 @@ def tiles(subject: Subject, T: int) -> Differences:
 
 def finite_differences(subject: Subject, T: int) -> Differences:
     """The derivative along a random direction of each input."""
-    for B, offsets in _shapes(subject, T):
+    for B, offsets in _shapes(T):
         documents = B if offsets is None else len(offsets) - 1
         x_BTC = subject.tokens(B, T)
-        for initial in (None, subject.states(documents) if subject.adapter.has_state else None):
+        for initial in (None, subject.states(documents)):
             gradients = subject.results(partial(subject, offsets=offsets), x_BTC, initial)
             inputs = {TOKENS: x_BTC} | named("initial state", initial) | subject.parameters
             for name, x in inputs.items():
@@ -110,20 +112,20 @@ def finite_differences(subject: Subject, T: int) -> Differences:
 
 def window(subject: Subject, T: int) -> Differences:
     """The outputs that change when one token changes: window − 1 later tokens, the last of them included."""
-    size, changed_at = subject.adapter.window or 0, 2
+    size, changed_at = subject.window or 0, 2
     x_BTC = subject.tokens(ROWS, max(T, changed_at + size + 3))
     changed = x_BTC.clone()
     changed[:, changed_at] = subject.tokens(ROWS, 1)[:, 0]
     before, after = (subject(x, output_state=False)[0] for x in (x_BTC, changed))
     end = changed_at + size
     yield relative_difference(after[:, end:], before[:, end:]), f"outputs {size} and more tokens after a change"
-    if relative_difference(after[:, end - 1], before[:, end - 1]) <= subject.adapter.bound:
+    if relative_difference(after[:, end - 1], before[:, end - 1]) <= BOUND:
         yield math.inf, f"no output changes {size - 1} tokens after a change"
 
 
 def nan_containment(subject: Subject, T: int) -> Differences:
     """Outputs and final states of other documents, and outputs of earlier tokens, when one token is NaN."""
-    for B, offsets in _shapes(subject, T):
+    for B, offsets in _shapes(T):
         document = 2 if offsets else 0
         start, end = offsets[document : document + 2] if offsets else (0, T)
         x_BTC = subject.tokens(B, T)
@@ -132,13 +134,13 @@ def nan_containment(subject: Subject, T: int) -> Differences:
             changed = x_BTC.clone()
             changed[0, bad] = math.nan
             after, new_states = subject(changed, offsets=offsets)
-            unaffected = torch.ones(B, T, dtype=torch.bool, device=x_BTC.device)
+            unaffected = torch.ones(B, T, dtype=torch.bool)
             unaffected[0, bad:end] = False
             where = f"with a NaN at token {bad}, {_kind(offsets)}"
             yield relative_difference(after[unaffected], y[unaffected]), f"outputs {where}"
             found = named("final state", new_states)
             for name, x in named("final state", states).items():
-                others = torch.arange(len(x), device=x.device) != document
+                others = torch.arange(len(x)) != document
                 yield relative_difference(found[name][others], x[others]), f"{name} {where}"
 
 
@@ -177,13 +179,13 @@ def _in_tiles(
         given = [] if carried is None else [carried]
         if states is not None:
             given += [rows(states, n, n + 1) for n in range(first + len(given), last + 1)]
-        state = subject.adapter.concatenate_states(given) if given else None
+        state = concatenate(given) if given else None
         y, after = _computed_again(subject, x_BTC[:, start:end], state, [0, *inner, end - start])
         ys.append(y)
         after = [rows(after, n, n + 1) for n in range(last - first + 1)]
         carried = None if end in offsets else after.pop()
         ended += after
-    return torch.cat(ys, 1), subject.adapter.concatenate_states(ended)
+    return torch.cat(ys, 1), concatenate(ended)
 
 
 def _computed_again(
@@ -236,9 +238,9 @@ def _slope_error(subject: Subject, loss: Callable[[], tuple[float, float]], x: T
     return min(errors)
 
 
-def _shapes(subject: Subject, T: int) -> list[tuple[int, list[int] | None]]:
-    """Rows, and packed documents if the mixer offers them: B, and the offsets of documents."""
-    return [(ROWS, None), *([(1, _offsets(T))] if subject.adapter.has_documents else [])]
+def _shapes(T: int) -> list[tuple[int, list[int] | None]]:
+    """Rows, and packed documents: B, and the offsets of documents."""
+    return [(ROWS, None), (1, _offsets(T))]
 
 
 def _offsets(T: int) -> list[int]:

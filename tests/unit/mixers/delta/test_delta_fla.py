@@ -1,4 +1,4 @@
-"""flash-linear-attention: its kernels where an interpreter runs them, its reference in chunks, and when it is used."""
+"""flash-linear-attention: its kernels where an interpreter runs them, and when it is used."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,7 +17,6 @@ from tost_lm.mixers.delta.operator import delta_rule
 from tost_lm.mixers.delta.settings import DeltaSizes
 from tost_lm.ops import backends
 from tost_lm.ops.layout import LocalDocuments
-from tost_lm.testing import assert_as_accurate
 
 NAMES = ("query", "key", "value", "log_decay", "beta", "state")
 
@@ -40,33 +39,6 @@ def test_the_recurrent_kernel_agrees_in_the_interpreter(
     assert final.dtype == torch.float64
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(final, expected_final, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("module", "rule", "decays"),
-    [("gated_delta_rule", "naive_chunk_gated_delta_rule", (3,)), ("kda", "naive_chunk_kda", (3, 16))],
-    ids=["of heads", "of channels"],
-)
-def test_the_reference_of_fla_in_chunks_agrees(module: str, rule: str, decays: tuple[int, ...]):
-    """Outputs, states and gradients. It computes in float32; its scale of queries is 1 / √K."""
-    naive = fla_core(f"fla.ops.{module}.naive")
-    torch.manual_seed(0)
-    local, T = LocalDocuments.of(None, 2, 128, None), 128
-    query, key = (normalize(torch.randn(2, T, 3, 16), dim=-1) for _ in range(2))
-    inputs = query, key, torch.randn(2, T, 3, 8), -torch.rand(2, T, *decays), torch.rand(2, T, 3)
-    inputs = *inputs, torch.randn(2, 3, 16, 8)
-    weights = torch.randn(2, T, 3, 8), torch.randn(2, 3, 16, 8)
-
-    def results(rule: Any, dtype: torch.dtype, **settings: Any) -> list[Tensor]:
-        leaves = [x.to(dtype).requires_grad_() for x in inputs]
-        y, final = rule(*leaves[:5], initial_state=leaves[5], output_final_state=True, **settings)
-        gradients = torch.autograd.grad([y, final], leaves, [w.to(x) for w, x in zip(weights, (y, final), strict=True)])
-        return [y, final.to(dtype), *gradients]
-
-    ours, truth = (results(delta_rule, dtype, local=local) for dtype in (torch.float32, torch.float64))
-    theirs = results(getattr(naive, rule), torch.float32, scale=1.0)
-    for name, mine, other, exact in zip(("y", "final", *NAMES), ours, theirs, truth, strict=True):
-        assert_as_accurate(mine, other, exact, name)
 
 
 def obstacle(device: str, dtype: torch.dtype, size: int, *, trained: bool = True) -> str | None:

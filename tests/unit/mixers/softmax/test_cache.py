@@ -75,13 +75,3 @@ def test_two_calls_that_continue_one_state_are_independent(model: TostLM):
         assert_close(logits, whole[:, 8:], rtol=0, atol=1e-10)
     for x, y in zip(kept, (x for layer in state.layers for x in layer), strict=True):
         assert torch.equal(x, y)
-
-
-def test_gradients_flow_to_the_state(model: TostLM):
-    prompt, more = ids(1, 5), ids(1, 2)
-    with torch.enable_grad():
-        state = model(prompt).state
-        loss = model(more, state=state).logits.square().sum()
-        whole = model(torch.cat([prompt, more], 1)).logits[:, 5:].square().sum()
-        for ours, theirs in zip(*(torch.autograd.grad(x, [*model.parameters()]) for x in (loss, whole)), strict=True):
-            assert_close(ours, theirs, rtol=1e-9, atol=1e-9)

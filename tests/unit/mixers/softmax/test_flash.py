@@ -16,7 +16,6 @@ from torch.testing import assert_close
 from tost_lm.config import validate
 from tost_lm.mixers.softmax import attention, earlier_tiles
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.ops.backends import choose
 from tost_lm.pretrain.tiled import tiled_loss
 
 Where = tuple[Tensor, Tensor, int, int, bool, int, int]
@@ -179,14 +178,3 @@ def test_it_runs_on_cuda_in_16_bit_types_with_channels_that_it_supports():
     assert not runs(torch.float32, 64)
     assert not runs(torch.bfloat16, 257)
     assert not runs(torch.bfloat16, 12)
-
-
-def test_a_graph_can_contain_the_choice():
-    """As of the tiles of a compiled block on a GPU."""
-
-    def use(q: Tensor) -> Tensor:
-        return q if choose(earlier_tiles.PARTS, q) is earlier_tiles.PARTS[0].code else q.float()
-
-    with FakeTensorMode():
-        q = torch.empty(1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
-        assert torch.compile(use, fullgraph=True, backend="eager")(q).dtype == torch.bfloat16

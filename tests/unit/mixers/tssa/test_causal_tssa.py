@@ -1,7 +1,5 @@
 """The operator against loops over the published formulas, its options, and its error messages."""
 
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +9,9 @@ from hypothesis import strategies as st
 from reference import causal_tssa_by_loops
 from tssa_naive import causal_tssa_naive
 
-from tost_lm.mixers.tssa import causal, chunked
+from tost_lm.mixers.tssa import chunked
 from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
 from tost_lm.mixers.tssa.statistics import TssaState
-from tost_lm.ops.backends import Backend
 
 pytestmark = pytest.mark.quick
 
@@ -90,32 +87,6 @@ def test_a_backend_that_cannot_run_gives_the_reason():
             causal_tssa(w, torch.ones(w.shape[2], device=w.device), backend="triton")
 
 
-OWN = """
-from tost_lm.mixers.tssa.chunked import *
-from tost_lm.mixers.tssa import chunked
-
-seen = []
-
-def output(inputs, stored):
-    seen.append(inputs.w_MHD.dtype)
-    return chunked.output(inputs, stored)
-"""
-
-
-def test_a_new_kernel_is_a_file_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "own_phases.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    obstacle = lambda w: None if w.dtype == torch.float64 else f"w is {w.dtype}"
-    monkeypatch.setattr(causal, "BACKENDS", [Backend("own", obstacle, "own_phases"), *causal.BACKENDS])
-    w, temp, _ = inputs(0, 1, 5, 2, 3)
-    for dtype in (torch.float64, torch.float32):
-        default, chunks = (causal_tssa(w.to(dtype), temp, backend=name)[0] for name in (None, "chunked"))
-        assert torch.equal(default, chunks)
-    assert import_module("own_phases").seen == [torch.float64]
-    with pytest.raises(ValueError, match=r"'own' cannot run here: w is torch.float32; use None"):
-        causal_tssa(w.float(), temp, backend="own")
-
-
 def test_a_cpu_operator_stays_in_the_calling_thread(monkeypatch: pytest.MonkeyPatch):
     threads, seen = torch.get_num_threads(), []
     for name in ("output", "energy_backward"):
@@ -128,8 +99,3 @@ def test_a_cpu_operator_stays_in_the_calling_thread(monkeypatch: pytest.MonkeyPa
         assert (seen, torch.get_num_threads()) == ([1, 1], 3)
     finally:
         torch.set_num_threads(threads)
-
-
-def test_every_backend_is_described():
-    names = [backend.name for backend in causal.BACKENDS if backend.name != "interpreter"]
-    assert all(f"`{name}`" in (causal_tssa.__doc__ or "") for name in names)

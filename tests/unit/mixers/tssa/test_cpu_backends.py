@@ -7,11 +7,9 @@ import torch
 from agreement import Call, assert_accurate, assert_long_sequence_is_right, draw_call, errors
 from hypothesis import given, settings
 from random_calls import calls
-from torch.utils.checkpoint import checkpoint
 
 from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa.causal import causal_tssa
-from tost_lm.mixers.tssa.statistics import TssaState
 from tost_lm.testing import assert_as_accurate
 
 pytestmark = pytest.mark.usefixtures("chunks_of_32_tokens")
@@ -54,47 +52,6 @@ def test_bfloat16_adds_one_rounding_of_y_and_dw():
         assert error.norm() <= 1.5 * rounding.norm()
     for name in ("energy", "weighted_energy", "mass", "d_temp", "d_bias"):
         assert_as_accurate(found[name], reference[name], truth[name], name)
-
-
-@pytest.mark.quick
-def test_gradcheck():
-    call = draw_call(2, (3, 1, 36), 2, 3)
-
-    def f(w, temp, bias, *initial):
-        y, state = causal_tssa(
-            w, temp, bias, initial_state=TssaState(*initial),
-            output_final_state=True, cu_seqlens=call.cu_seqlens, backend="chunked",
-        )  # fmt: skip
-        assert state is not None
-        return y, *state
-
-    leaves = [x.requires_grad_() for x in (call.w, call.temp, call.bias, *call.state)]
-    assert torch.autograd.gradcheck(f, leaves, fast_mode=True)
-
-
-def test_activation_checkpointing_gives_the_same_gradients():
-    call = draw_call(5, (70,), 3, 8)
-    w = call.w.requires_grad_()
-    run = lambda w: causal_tssa(w, call.temp, call.bias, initial_state=call.state)[0]
-    (plain,) = torch.autograd.grad(run(w), w, call.d_outputs[0])
-    (again,) = torch.autograd.grad(checkpoint(run, w, use_reentrant=False), w, call.d_outputs[0])
-    assert torch.equal(plain, again)
-
-
-def test_inputs_changed_before_the_backward_are_refused():
-    call = draw_call(6, (40,), 2, 4)
-    w = call.w.requires_grad_()
-    y, _ = causal_tssa(w, call.temp, initial_state=call.state)
-    call.temp.add_(100)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-def test_second_derivatives_are_refused():
-    w = torch.randn(1, 4, 2, 3, requires_grad=True)
-    (dw,) = torch.autograd.grad(causal_tssa(w, torch.ones(2))[0].square().sum(), w, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dw.sum().backward()
 
 
 def test_memory_kept_for_the_backward():
