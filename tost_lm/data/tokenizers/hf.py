@@ -1,11 +1,8 @@
 """Tokenizers of the Hugging Face library: any tokenizer.json that is lossless."""
 
-import faulthandler
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -188,27 +185,10 @@ def _parse(text: str) -> Any:
         import tokenizers
     except ImportError:
         raise DataError(f"a tokenizer.json needs the package tokenizers; {install_hint('hf')}") from None
-    if _panics(tokenizers, text):
-        raise DataError("not a tokenizer.json, or damaged: the library panics; set it to a tokenizer.json")
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:
         raise DataError(f"not a tokenizer.json, or damaged: {first_line(error)}; set it to a tokenizer.json") from None
-
-
-def _panics(tokenizers: Any, text: str) -> bool:
-    """Whether the library panics for a text, which may abort the process, so a forked one tries."""
-    child = os.fork()
-    if not child:
-        try:
-            faulthandler.disable()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            with suppress(Exception):
-                tokenizers.Tokenizer.from_str(text).encode_batch_fast(PROBES, add_special_tokens=False)
-            os._exit(0)
-        finally:  # a panic is a BaseException
-            os._exit(1)
-    return os.waitpid(child, 0)[1] != 0
 
 
 def _choose(pipeline: Any) -> str:
