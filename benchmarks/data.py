@@ -5,8 +5,7 @@
 
 Tokenizing, with build.workers processes: build_shards from nothing to the finished folder; as many bare processes,
 which hold the texts in memory, encode them and keep nothing; the same with our call around; datasets.map followed by
-writing a memmap; and, if ray is installed, a partition for each file on Ray, which uses all cores, from its start to
-the joined folder. They take turns, once for each tokenizer: SentencePiece, GPT-2's, and a tokenizer.json as Llama 3's
+writing a memmap. They take turns, once for each tokenizer: SentencePiece, GPT-2's, and a tokenizer.json as Llama 3's
 and as Qwen's, trained on the source. tiktoken runs all but SentencePiece, and a build of 20 MB shows that it writes the
 bytes of the library tokenizers. Loader: time from the name of a folder of loader.index_tokens tokens to the first
 batch, and tokens per second of one process on a folder of loader.tokens, for both packings. With the defaults it takes
@@ -20,7 +19,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,13 +50,12 @@ from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.data.workers import available_cores
 from tost_lm.data_prep.build import build_shards
 from tost_lm.data_prep.making import make_shards
-from tost_lm.data_prep.on_ray import partitions_on_ray
 from tost_lm.files import manifest_bytes
 from tost_lm.version import VERSION
 
-OURS, BARE, MAP, RAY = "build_shards", "bare processes", "datasets.map, memmap", "partitions on Ray"
+OURS, BARE, MAP = "build_shards", "bare processes", "datasets.map, memmap"
 OUR_CALL = "encode_array"
-SHORT = {BARE: "of bare", MAP: "of datasets.map", RAY: "of Ray"}
+SHORT = {BARE: "of bare", MAP: "of datasets.map"}
 COMPARED_MB = 20
 EOT = "<|endoftext|>"
 LLAMA3 = (
@@ -165,8 +162,6 @@ def build_cells(build: BuildConfig, folder: Path) -> list[dict[str, Any]]:
             OUR_CALL: lambda file=file: bare_processes(corpus, file, workers, _our_encode),
             MAP: lambda file=file: datasets_map(corpus, file, workers),
         }
-        if find_spec("ray"):
-            contenders[RAY] = lambda settings=settings: on_ray(corpus, settings)
         seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
         for _ in range(build.rounds):
             for contender, run in contenders.items():
@@ -206,8 +201,7 @@ def build_notes(cell: Mapping[str, Any], load: float) -> str:
         "processes are timed from when all hold their texts in memory until the slowest has encoded its own; texts "
         "are assigned by length, and nothing is read or kept; encode_array, our call, is timed in the same way. "
         "datasets.map: load_dataset of the same files without a cache, map with as many processes, and the ids written "
-        f"to one memmap. Ray: {FILES} partitions, from start "
-        f"to joined folder. Load average before: {load:.1f}."
+        f"to one memmap. Load average before: {load:.1f}."
     )
 
 
@@ -338,19 +332,6 @@ def ours(corpus: Path, tokenizer: dict[str, Any], workers: int) -> float:
     config = data_config(f"{corpus}/*.jsonl", tokenizer, target, workers)
     start = time.perf_counter()
     make_shards(config)
-    return time.perf_counter() - start
-
-
-def on_ray(corpus: Path, tokenizer: dict[str, Any]) -> float:
-    """Seconds of a build on Ray, which uses all cores, from its start to the joined folder."""
-    target = corpus / "on_ray"
-    for folder in (target, target.with_suffix(".partitions")):
-        shutil.rmtree(folder, ignore_errors=True)
-    config = data_config(f"{corpus}/*.jsonl", tokenizer, target, 1)
-    on_ray = {"engine": "ray", "partitions": FILES}
-    config = config.model_copy(update={"shards": config.shards.model_copy(update=on_ray)})
-    start = time.perf_counter()
-    make_shards(config, lambda: partitions_on_ray(config))
     return time.perf_counter() - start
 
 

@@ -104,10 +104,6 @@ class ShardsConfig(Section):
     """Number of tokenizing processes; unset: all cores. The result does not depend on it."""
     partition: str | None = Field(default=None, pattern=r"^[0-9]+/[1-9][0-9]*$")
     """`i/n`: tokenize only files of partition i of n, from 0; `tost prepare merge` joins them to the same shards. Unset: the task of a Slurm array (`sbatch --array=0-N`), else the whole corpus."""
-    engine: Literal["local", "ray"] = "local"
-    """`ray`: build all partitions as tasks of Ray, in the cluster of RAY_ADDRESS or on this computer, and merge them. A task has `workers` CPUs, by default 1."""
-    partitions: int = Field(default=64, gt=0)
-    """Engine ray: number of partitions."""
     rebuild: bool = False
     """Replace existing shards of another corpus, tokenizer or settings. Runs that used them do not resume with the new ones."""
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import read_blocks
 from tost_lm.data_prep import build
 from tost_lm.data_prep.build import BuildProgress, build_shards
-from tost_lm.data_prep.on_ray import partitions_on_ray
 from tost_lm.data_prep.partitions import in_partition, open_partitions, with_partition
 from tost_lm.errors import ConfigError, DataError
 
@@ -119,9 +117,3 @@ def test_the_partition_is_given_or_the_task_of_a_slurm_array(corpus, tmp_path):
         in_partition(config, task | {"SLURM_ARRAY_TASK_ID": "9"})
     with pytest.raises(ConfigError, match=r"shards\.partition 2/4: .*nanogpt are not divided; set .*partition=0/1"):
         in_partition(settings(corpus, tmp_path / "shards", split="nanogpt"), task)
-
-
-def test_a_missing_ray_is_one_line(corpus, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(DataError, match=r"shards\.engine ray: needs the package ray; run pip install '\.\[ray\]'"):
-        partitions_on_ray(settings(corpus, tmp_path / "shards"))

@@ -12,7 +12,6 @@ tokenizer.path is a tokenizer.json, and tokenizer.eot_token is the token that en
 with an unsupported ending are counted and left out.
 
 With shards.partition=i/n, or in a Slurm array, only some files are tokenized; `tost prepare merge` joins the results.
-With shards.engine=ray, the partitions are built on the nodes of a Ray cluster and joined.
 
 Of rows with `messages`, or `prompt` and `completion`, only answers count in the loss; for messages, tokenizer.path is a
 folder with a tokenizer.json and a chat template.
@@ -21,23 +20,18 @@ Token files of Megatron, corpus.source=PREFIX of PREFIX.bin and PREFIX.idx or a 
 not copied.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from tost_lm.command_line import run_program
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data_prep.making import make_shards
-from tost_lm.data_prep.on_ray import partitions_on_ray
-from tost_lm.data_prep.partitions import in_partition, with_partition
+from tost_lm.data_prep.partitions import in_partition
 
 
 def main(_: Path | None, config: DataPrepConfig) -> None:
     """Reuse or build the shards."""
-    if config.shards.engine == "ray":
-        make_shards(with_partition(config, None), partial(partitions_on_ray, config))
-    else:
-        make_shards(in_partition(config))
+    make_shards(in_partition(config))
 
 
 def run() -> NoReturn:
