@@ -83,20 +83,6 @@ def test_gpt2_keeps_its_tokenizer(tmp_path: Path):
     assert f"SHA-256 of model.safetensors | {sha256_file(tmp_path / 'gpt2/model.safetensors')} |" in card
 
 
-def test_the_mean_of_checkpoints_of_a_run(workplace: Path):
-    run("tost train", "run.toml", "train.steps=4", "checkpoint.interval=1", cwd=workplace)
-    words = ["runs/tiny", "convert.folder=mean"]
-    error = refusal(PROGRAM, *words, "convert.mean_of=4", cwd=workplace)
-    assert error.startswith("runs/tiny: 3 valid checkpoints, not 4; ask for fewer, or keep more during training")
-    said, _ = run(PROGRAM, *words, "convert.mean_of=2", cwd=workplace).splitlines()
-    assert said == "runs/tiny: mean of the weights after step_00000003, step_00000004"
-    third, fourth = (tost_lm.load(workplace / f"runs/tiny/checkpoints/step_0000000{n}").state_dict() for n in (3, 4))
-    for name, mean in tost_lm.load(workplace / "mean").state_dict().items():
-        assert torch.equal(mean, ((third[name].double() + fourth[name].double()) / 2).float()), name
-    assert tost_lm.load_tokenizer(workplace / "mean").vocab_size == 384
-    assert r"| SHA-256 of step\_00000003 |" in (workplace / "mean/README.md").read_text()
-
-
 def test_weights_alone_are_no_branch(workplace: Path):
     torch.save(to_released(make_model(vocab_size=384), iterations=4), workplace / "ckpt.pt")
     run("tost train", "run.toml", "train.steps=2", cwd=workplace)

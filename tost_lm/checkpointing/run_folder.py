@@ -14,7 +14,6 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -165,21 +164,6 @@ def local_model(path: Path) -> Path:
 def _verify_model(copy: Path) -> None:
     if (copy / MANIFEST).is_file():  # not of the Hugging Face library
         verify_checkpoint(copy)
-
-
-def newest_checkpoints(run_folder: Path, count: int) -> list[Path]:
-    """The newest `count` valid checkpoints of a run, oldest first; damaged ones are skipped with a message.
-
-    Raises:
-        CheckpointError: the run has fewer.
-    """
-    found = list(islice(_valid_steps(run_folder, print, verify_checkpoint), count))
-    if len(found) < count:
-        raise CheckpointError(
-            f"{run_folder}: {len(found)} valid checkpoints, not {count}; ask for fewer, or keep more during training "
-            "with checkpoint.keep_latest_k"
-        )
-    return found[::-1]
 
 
 def _valid_steps(run_folder: Path, warn: Callable[[str], None], verify: Callable[[Path], None]) -> Iterator[Path]:

@@ -4,7 +4,6 @@
     tost convert gpt2 convert.folder=models/gpt2
     tost convert Olmo-Hybrid-7B convert.folder=models/olmo
     tost convert runs/longer convert.folder=models/longer convert.to=olmo-hybrid convert.like=Olmo-Hybrid-7B
-    tost convert runs/base convert.folder=models/mean convert.mean_of=5
 
 The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, or a folder of the Hugging
 Face library with GPT-2 or a form of convert.to. The result is a model folder, which every program reads. Its
@@ -16,9 +15,6 @@ checkpoint), a step folder or an export, and the result is a folder that the lib
 tokenizer and a model card. The model must have this form, at any size. With convert.like=FOLDER, where FOLDER is the
 model that was first converted, the files of its tokenizer, its chat template, its other settings, and the names and
 dtypes of its weights are kept. Of a model of images, the result is a copy with the new text part.
-
-With convert.mean_of=N the source is a run folder, and the weights are the mean of those of its newest N valid
-checkpoints.
 """
 
 import json
@@ -50,15 +46,9 @@ class ConversionConfig(Section):
     """Folder of the Hugging Face library whose tokenizer the model has, and whose other files and settings are kept."""
     tokenizer: Annotated[Path | None, TAKES_URLS] = None
     """Folder with encoder.json and vocab.bpe, or tokenizer.model; default: the source's, or GPT-2's for a ckpt.pt."""
-    mean_of: int | None = Field(default=None, gt=1)
-    """To a model folder with the mean of the weights in this many checkpoints of a run, the newest."""
 
     @model_validator(mode="after")
     def _target_fits_source(self) -> "ConversionConfig":
-        if self.mean_of and (self.tokenizer or self.to != "ours"):
-            raise ValueError(
-                "convert.mean_of: reads a run and writes a model folder; leave convert.to and tokenizer out"
-            )
         if self.to != "ours" and self.tokenizer:
             raise ValueError(f"convert.tokenizer {self.tokenizer}: only for convert.to=ours; leave it out")
         if self.like and self.to == "ours":
@@ -81,13 +71,12 @@ def main(path: Path, config: ConvertConfig) -> None:
     folder = conversion.folder
     if list_files(folder) if isinstance(folder, RemotePath) else folder.exists():
         raise ConfigError(f"{folder}: exists already; give another convert.folder")
-    source = path if conversion.mean_of else local_model(path)
+    source = local_model(path)
     given = {"like": conversion.like, "tokenizer": conversion.tokenizer}
     copies = {name: one and local_copy(one) for name, one in given.items()}
     with work_folder() if isinstance(folder, RemotePath) else nullcontext(folder.parent) as parent:
         written = parent / folder.name
-        to_ours = partial(_to_ours, named=path)
-        convert = _mean if conversion.mean_of else to_ours if conversion.to == "ours" else _from_ours
+        convert = partial(_to_ours, named=path) if conversion.to == "ours" else _from_ours
         lines = convert(source, conversion.model_copy(update={**copies, "folder": written}))
         if isinstance(folder, RemotePath):
             upload_folder(written, folder, MANIFEST if (written / MANIFEST).exists() else CONFIG)
@@ -156,38 +145,6 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
 def _record(source: Path, title: str, files: list[Path]) -> dict[str, Any]:
     sha256 = {path.name: sha256_file(path) for path in files}
     return {"source": str(source), "format": title, "sha256": sha256, "tost_lm": VERSION}
-
-
-def _mean(run_folder: Path, conversion: ConversionConfig) -> list[str]:
-    import torch
-
-    from tost_lm.checkpointing.format import (
-        CARD,
-        CONVERSION,
-        MANIFEST,
-        StoredTensors,
-        read_model_config,
-        write_checkpoint,
-    )
-    from tost_lm.checkpointing.run_folder import newest_checkpoints
-    from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
-    from tost_lm.interop.card import model_card
-
-    assert conversion.mean_of is not None
-    folders = newest_checkpoints(run_folder, conversion.mean_of)
-    stored = [StoredTensors(folder, "model") for folder in folders]
-    weights = {name: torch.stack([one[name].double() for one in stored]).mean(0).float() for name in stored[0]}
-    files = {folder.name: sha256_file(folder / MANIFEST) for folder in folders}
-    title = f"mean of the weights after {', '.join(files)}"
-    record = {"source": str(run_folder), "format": title, "sha256": files, "tost_lm": VERSION}
-
-    def write_others(folder: Path) -> None:
-        (folder / CONVERSION).write_text(json.dumps(record, indent=1))
-        (folder / CARD).write_text(model_card(folder, conversion.folder.name))
-
-    tokenizer = read_tokenizer(find_tokenizer(folders[-1]))
-    write_checkpoint(conversion.folder, read_model_config(folders[-1]), weights, tokenizer, write_others)
-    return [f"{run_folder}: {title}", f"written to {conversion.folder}: tost generate {conversion.folder}"]
 
 
 def _from_ours(source: Path, conversion: ConversionConfig) -> list[str]:
