@@ -386,7 +386,7 @@ def test_corpora_at_urls_are_those_of_local_files(tmp_path: Path, memory: Any):
     parquet.write_table(table, folder / "e.parquet", row_group_size=7)
     with pyarrow.OSFile(str(folder / "f.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    for name in (".hidden.txt", "g.pdf", "x.model", "x.model.json"):
+    for name in (".hidden.txt", "g.pdf"):
         (folder / name).write_text("{}")
     memory.put(f"{folder}/", "/bucket/corpus/", recursive=True)
     url = "memory://bucket/corpus"

@@ -5,13 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
-from builds import corpus, prep_config, read, refusal
+from builds import corpus, read, refusal
 
-from tost_lm.data.sources import BadRow, Document, count_rows, fingerprint, left_out_files, read_blocks
+from tost_lm.data.sources import BadRow, Document, count_rows, fingerprint, left_out_files
 from tost_lm.data.sources.files import corpus_files
-from tost_lm.data.tokenizers import SentencePieceTokenizer
-from tost_lm.data.tokenizers.training import train_sentencepiece, write_tokenizer
-from tost_lm.data_prep.build import build_shards
 from tost_lm.errors import DataError
 
 
@@ -85,39 +82,6 @@ def test_linked_folders_are_followed_and_loops_refused(tmp_path):
     assert texts(tmp_path / "data") == ["one", "two"]
     (tmp_path / "elsewhere/back").symlink_to(tmp_path / "data")
     assert "back: links to a folder that contains it; remove the link" in refusal(tmp_path / "data")
-
-
-def test_metadata_of_the_datasets_library_is_ignored(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    saved = datasets.Dataset.from_dict({"text": ["one", "two", "three"]})
-    datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "saved", num_shards={"train": 2})
-    (tmp_path / "saved/train/cache-0123.arrow").write_bytes(b"made by map")
-    assert {"state.json", "dataset_info.json"} <= {path.name for path in (tmp_path / "saved/train").iterdir()}
-    assert texts(tmp_path / "saved") == texts(f"{tmp_path}/saved/**") == ["one", "two", "three"]
-    write(tmp_path, states__state_json='{"text": "of affairs"}')
-    assert texts(tmp_path / "states") == ["of affairs"]
-    assert left_out_files(str(tmp_path / "saved")) == ""
-
-
-def test_the_results_of_data_preparation_in_a_corpus_folder_are_ignored(tmp_path):
-    rows = [json.dumps({"text": f"row {number}, the file has more of them {number * 7919}"}) for number in range(30)]
-    (tmp_path / "a.jsonl").write_text("\n".join([*rows, "bad"]))
-    write(tmp_path, web__manifest_json='{"text": "of a ship"}', web__card_model_json='{"text": "of a car"}')
-    sources = [tmp_path, f"{tmp_path}/**/*.json*", f"{tmp_path}/[abtw]*/**", f"{tmp_path}/**"]
-    before = [(fingerprint(corpus(source)), list(read_blocks(corpus(source)))) for source in sources]
-    tokenizer = {"path": str(tmp_path / "tokens/own.model"), "vocab_size": 300}
-    config = prep_config(tmp_path, tmp_path / "shards", tokenizer=tokenizer, test_fraction=0, max_bad_fraction=0.1)
-    model = train_sentencepiece(rows, 300)
-    write_tokenizer(config, fingerprint(config.corpus), model, 30, 1000)
-    build_shards(config, SentencePieceTokenizer(model))
-    made = {path.name for path in tmp_path.rglob("*")}
-    assert {"own.model", "own.model.json", "bad_rows.jsonl", "tokenizer.model", "train_00000.bin"} <= made
-    for source, (found, blocks) in zip(sources, before, strict=True):
-        assert fingerprint(corpus(source)) == found
-        assert list(read_blocks(corpus(source))) == blocks
-    assert left_out_files(str(tmp_path)) == ""
-    assert "no supported file in this folder; add" in refusal(tmp_path / "shards")
-    assert refusal(f"{tmp_path}/shards/*").endswith("no file matches; correct the pattern")
 
 
 def test_missing_empty_and_unsupported_sources(tmp_path):

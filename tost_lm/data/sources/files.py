@@ -4,12 +4,9 @@ import glob
 import os
 from collections import Counter
 from collections.abc import Iterator
-from fnmatch import fnmatch
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from tost_lm.data.shard_format import MANIFEST
 from tost_lm.data.sources.blocks import CorpusFormat, listed
 from tost_lm.data.sources.lines import COMPRESSIONS, JSON_LINES, TEXT
 from tost_lm.data.sources.tables import ARROW, PARQUET
@@ -45,8 +42,7 @@ def format_of(path: Path) -> CorpusFormat | None:
 def corpus_files(source: str) -> list[CorpusFile]:
     """Every file of a corpus, sorted by name: one file, the supported files of a folder, or the matches of a glob.
 
-    Hidden files, shard folders and trained tokenizers are ignored, so a corpus folder may contain the results of data
-    preparation. Links are followed.
+    Hidden files are ignored, and links are followed.
 
     Raises:
         DataError: no file, a named file of another format, or a folder that links to a folder that contains it.
@@ -86,13 +82,9 @@ def _files_at_url(url: RemotePath, source: str) -> list[CorpusFile]:
     is_glob = not files and _is_glob(source)
     if is_glob:
         files = glob_files(url)
-    siblings: dict[Path, set[str]] = {}
-    for path in map(Path, files):
-        siblings.setdefault(path.parent, set()).add(path.name)
 
     def is_read(path: Path) -> bool:
-        is_hidden = any(part.startswith(".") for part in path.parts)
-        return not is_hidden and not _is_own(path.name, siblings[path.parent]) and format_of(path) is not None
+        return not any(part.startswith(".") for part in path.parts) and format_of(path) is not None
 
     is_named = is_glob or [*files] == [url.name]
     found = [
@@ -132,7 +124,7 @@ def token_files(source: str) -> list[CorpusFile]:
 def left_out_files(source: str) -> str:
     """The files of a folder that a corpus cannot read, by ending: `left out 3 files: 2 .pdf, 1 without ending`.
 
-    Empty if there are none. Files that `corpus_files` ignores by design do not count.
+    Empty if there are none. Hidden files do not count.
     """
     if source == "embedded" or not Path(source).is_dir():
         return ""
@@ -149,7 +141,7 @@ def _ending(path: Path) -> str:
 
 
 def _visible(root: Path) -> Iterator[tuple[str, Path]]:
-    """Name and path of the files below a folder, unsorted, without those that a corpus ignores by design."""
+    """Name and path of the files below a folder, unsorted, without hidden ones."""
     for folder, folders, names in os.walk(root, onerror=_fail, followlinks=True):
         here = Path(folder)
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -157,32 +149,14 @@ def _visible(root: Path) -> Iterator[tuple[str, Path]]:
             target = linked.resolve()
             if any(above.resolve().is_relative_to(target) for above in (here, *here.parents)):
                 raise DataError(f"{linked}: links to a folder that contains it; remove the link")
-        siblings = {*names}
-        for path in (here / name for name in names if not name.startswith(".") and not _is_own(name, siblings)):
+        for path in (here / name for name in names if not name.startswith(".")):
             yield path.relative_to(root).as_posix(), path
-
-
-def _is_own(name: str, siblings: set[str]) -> bool:
-    """Whether data preparation or the datasets library wrote a file, and it holds no rows, by the names in its folder:
-    a shard folder, a tokenizer X.model with its record X.model.json, and what lies beside saved rows."""
-    model = name.removesuffix(".json")
-    return (
-        (MANIFEST in siblings and any(other.endswith(".idx") for other in siblings))
-        or (model.endswith(".model") and {model, f"{model}.json"} <= siblings)
-        or name == "dataset_dict.json"
-        or (
-            "state.json" in siblings
-            and (name in ("state.json", "dataset_info.json") or fnmatch(name, "cache-*.arrow"))
-            and any(other.endswith(".arrow") for other in siblings)
-        )
-    )
 
 
 def _matching(source: str) -> Iterator[tuple[str, Path]]:
     """Files that a glob matches, unsorted; names are relative to the path before its first wildcard."""
     matched = [Path(match) for match in glob.glob(source, recursive=True)]
-    siblings = cache(lambda folder: {*os.listdir(folder)})
-    files = [path for path in matched if not path.is_dir() and not _is_own(path.name, siblings(path.parent))]
+    files = [path for path in matched if not path.is_dir()]
     if not files:
         only_folders = any(map(Path.is_dir, matched))
         fix = f", only folders; set it to {source}/**" if only_folders else "; correct the pattern"
