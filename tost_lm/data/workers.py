@@ -149,11 +149,11 @@ class Encoder:
                 continue
             documents += 1
             split = self._splitter.split_of(row.row, row.text)
-            found = [self._encode(parts, row.is_chat) for parts in row.of_parts or ((Part(row.text, True),),)]
+            found = self._encode(row.parts or (Part(row.text, True),), row.is_chat)
             if not row.is_chat and (split != "train" or self._checked < CHECKED_BYTES):
-                self._checked += found[0].text_bytes
-                self._check_lossless(row, found[0].ids[:-1])
-            documents_of[split] += found
+                self._checked += found.text_bytes
+                self._check_lossless(row, found.ids[:-1])
+            documents_of[split].append(found)
         splits = {
             split: Built(
                 np.concatenate([one.ids for one in found]),

@@ -167,7 +167,7 @@ def build_shards(
 
 def identity(config: DataPrepConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Everything that determines the tokens of a shard folder, as recorded in the manifest."""
-    without_effect = {"source", "max_bad_fraction", "hub_streaming", "rewritten_answers"}
+    without_effect = {"source", "max_bad_fraction", "hub_streaming"}
     partition, folder = config.shards.partition, tokenizer_folder(config)
     return {
         "format": FORMAT,
@@ -177,7 +177,6 @@ def identity(config: DataPrepConfig, tokenizer: Tokenizer) -> dict[str, Any]:
             **config.corpus.model_dump(mode="json", exclude=without_effect),
             "shard_tokens": config.shards.shard_tokens,
             **({"partition": partition} if partition else {}),
-            **({"rewritten_answers": config.corpus.rewritten_answers} if folder else {}),
         },
         "tokenizer": {
             "sha256": tokenizer.sha256,
@@ -249,7 +248,7 @@ def _build(
                 read_blocks(config.corpus, journal.position, partition=partition_of(config) or (0, 1)),
                 config.corpus,
                 tokenizer,
-                Chats(tokenizer_folder(config), config.corpus.rewritten_answers),
+                Chats(tokenizer_folder(config)),
                 splitter,
                 config.shards.workers or available_cores(),
             )

@@ -40,7 +40,7 @@ def whole_build(config: DataPrepConfig, tokenizer: Tokenizer | None = None) -> S
     tokenizer, folder = tokenizer or make_tokenizer(config), config.shards.folder
     folder.mkdir()
     (folder / tokenizer.file_name).write_bytes(tokenizer.model_bytes)
-    chats = Chats(tokenizer_folder(config), config.corpus.rewritten_answers)
+    chats = Chats(tokenizer_folder(config))
     encoder = workers.Encoder(config.corpus, tokenizer, chats, Splitter(config.corpus, None))
     found = {split: SplitWriter(folder, split, "uint16", config.shards.shard_tokens, FRESH) for split in SPLITS}
     bad = []
@@ -87,32 +87,15 @@ def test_answers_count_in_conversations_with_the_ids_of_transformers(tmp_path: P
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("rewritten", ["ignore", "rows"])
-def test_a_template_that_rewrites_three_turns_trains_the_last_answer_or_one_row_a_turn(tmp_path: Path, rewritten: str):
+def test_of_a_template_that_rewrites_answers_the_last_one_counts(tmp_path: Path):
     folder = chat_folder(tmp_path / "tokenizer", THINKS)
     messages = conversation(0, 3)
     source = write_rows(tmp_path / "rows.jsonl", [{"messages": messages}])
-    config = config_of(
-        source, tmp_path / "shards", folder, valid_fraction=0, test_fraction=0, rewritten_answers=rewritten
-    )
-    shards = whole_build(config)
-    ends = [3, 5, 7] if rewritten == "rows" else [7]
-    assert documents(shards) == [
-        (theirs(folder, messages[:end]), [*counted_of(folder, messages[:end]), shards.eot]) for end in ends
-    ]
-    texts = [*shards.texts("train")]
-    assert [text.count("short") for text in texts] == [1] * len(ends)  # the thinking of this answer alone
-    assert "short" in shards.tokenizer().decode(documents(shards)[0][1])
-
-
-@pytest.mark.quick
-def test_turns_of_one_conversation_are_in_one_split(tmp_path: Path):
-    folder = chat_folder(tmp_path / "tokenizer", THINKS)
-    source = write_rows(tmp_path / "rows.jsonl", ROWS)
-    shards = whole_build(config_of(source, tmp_path / "shards", folder, rewritten_answers="rows"))
-    systems = [{text.split("user")[0] for text in shards.texts(split)} for split in ("train", "valid", "test")]
-    assert all(systems)
-    assert sum(map(len, systems)) == len(ROWS)
+    shards = whole_build(config_of(source, tmp_path / "shards", folder, valid_fraction=0, test_fraction=0))
+    [(ids, counted)] = documents(shards)
+    assert ids == theirs(folder, messages)
+    assert counted == [*counted_of(folder, messages), shards.eot]
+    assert "short" in shards.tokenizer().decode(counted)
 
 
 @pytest.mark.quick
@@ -182,7 +165,7 @@ def test_what_cannot_be_split_is_refused_by_its_line(tmp_path: Path, row: dict[s
     folder = chat_folder(tmp_path / "tokenizer", template)
     source = write_rows(tmp_path / "rows.jsonl", [{"text": "a"}, row])
     config = config_of(source, tmp_path / "shards", folder)
-    chats = Chats(tokenizer_folder(config), "ignore")
+    chats = Chats(tokenizer_folder(config))
     text, bad = (found for block in read_blocks(config.corpus) for found in parse(block, config.corpus, chats))
     assert text == Document(0, "a")
     assert isinstance(bad, BadRow)
@@ -253,20 +236,15 @@ def test_builds_with_masks_have_equal_bytes_with_stops_and_partitions(built: Bui
 
 
 @pytest.mark.quick
-def test_shards_of_another_template_or_setting_are_others(tmp_path: Path):
+def test_shards_of_another_template_are_others(tmp_path: Path):
     folder = chat_folder(tmp_path / "tokenizer")
     config = config_of(write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "shards", folder)
     tokenizer, file = make_tokenizer(config), {"kind": "hf", "path": str(folder / "tokenizer.json"), "eot_token": EOT}
-    as_rows = config_of(tmp_path / "rows.jsonl", tmp_path / "shards", folder, rewritten_answers="rows")
-    before, of_rows, of_file = (
-        build.identity(one, tokenizer)
-        for one in (config, as_rows, prep_config(tmp_path / "rows.jsonl", tokenizer=file, rewritten_answers="rows"))
+    before, of_file = (
+        build.identity(one, tokenizer) for one in (config, prep_config(tmp_path / "rows.jsonl", tokenizer=file))
     )
     (folder / "chat_template.jinja").write_text(THINKS)
-    after = build.identity(config, tokenizer)
-    assert before["settings"] != of_rows["settings"]
-    assert before["tokenizer"] != after["tokenizer"]
-    assert {*before["settings"]} - {*of_file["settings"]} == {"rewritten_answers"}  # as before there were answers
+    assert before["tokenizer"] != build.identity(config, tokenizer)["tokenizer"]
     assert {*before["tokenizer"]} - {*of_file["tokenizer"]} == {"chat_template"}
 
 

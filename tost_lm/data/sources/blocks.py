@@ -133,8 +133,8 @@ class Document(NamedTuple):
     """Its number."""
     text: str
     """All of its text."""
-    of_parts: tuple[Parts, ...] = ()
-    """The documents that a row with prompts and answers becomes; empty: one, of which every token counts."""
+    parts: Parts = ()
+    """Of a row with prompts and answers; empty: every token counts."""
     is_chat: bool = False
     """Whether a chat template wrote the text: names of special tokens in it are these tokens."""
 
@@ -148,7 +148,7 @@ class BadRow(NamedTuple):
     reason: str
 
 
-NO_CHATS = Chats(None, "ignore")
+NO_CHATS = Chats(None)
 
 
 def parse(block: CorpusBlock, corpus: CorpusConfig, chats: Chats = NO_CHATS) -> Iterator[Document | BadRow]:
@@ -180,10 +180,10 @@ def _divided(
 ) -> Document:
     """The document of a row with messages, or with a prompt and its completion."""
     field = next((name for name in (text_field, MESSAGES) if name in content), None)
-    found = chats.documents(content[field], content.get(TOOLS)) if field else (completed(content),)
-    _check_unicode("".join(part.text for parts in found for part in parts), field or PAIR[0])
-    of_parts = tuple(tuple(part._replace(text=normalized(part.text)) for part in parts) for parts in found)
-    return Document(row, "".join(part.text for part in of_parts[-1]), of_parts, is_chat=field is not None)
+    found = chats.parts(content[field], content.get(TOOLS)) if field else completed(content)
+    _check_unicode("".join(part.text for part in found), field or PAIR[0])
+    parts = tuple(part._replace(text=normalized(part.text)) for part in found)
+    return Document(row, "".join(part.text for part in parts), parts, is_chat=field is not None)
 
 
 def _rows(block: CorpusBlock, corpus: CorpusConfig) -> Iterator[tuple[int, Any]]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,16 +46,12 @@ def completed(row: Mapping[str, Any]) -> Parts:
 class Chats:
     """Renders messages by the chat template in the folder of a tokenizer, and tokenizes the result. Picklable."""
 
-    def __init__(self, folder: Path | None, rewritten_answers: Literal["ignore", "rows"]) -> None:
-        """
-        Args:
-            folder: of the Hugging Face library; None: there is no template.
-            rewritten_answers: as `CorpusConfig.rewritten_answers`.
-        """
-        self._folder, self._rewritten_answers = folder, rewritten_answers
+    def __init__(self, folder: Path | None) -> None:
+        """`folder` of the Hugging Face library; None: there is no template."""
+        self._folder = folder
 
-    def documents(self, messages: Any, tools: Any = None) -> tuple[Parts, ...]:
-        """The documents that a conversation becomes, up to its last answer, which ends the last of them.
+    def parts(self, messages: Any, tools: Any = None) -> Parts:
+        """The document that a conversation becomes, up to its last answer.
 
         An answer counts where the whole conversation has it as it was when it was last.
 
@@ -69,7 +65,6 @@ class Chats:
         if not answers:
             raise UnusableError("no message has the role 'assistant', so nothing counts; remove the row")
         whole = self._render(messages[: answers[-1] + 1], tools)
-        documents: list[Parts] = []
         parts: list[Part] = []
         end = 0
         for at in answers:
@@ -84,9 +79,7 @@ class Chats:
             if whole.startswith(answered):
                 parts += [Part(whole[end:start], False), Part(whole[start : len(answered)], True)]
                 end = len(answered)
-            elif self._rewritten_answers == "rows":
-                documents.append((Part(prompt, False), Part(answered[len(prompt) :], True)))
-        return *documents, tuple(parts)
+        return tuple(parts)
 
     def encode(self, text: str) -> "np.ndarray":
         """The ids of a part of a conversation, uint32 [tokens]: names of special tokens are these tokens."""
