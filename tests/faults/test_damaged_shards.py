@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from launches import launch, train
 from test_failing_disks import assert_ends_in_one_line
-from test_stopped_runs import assert_same_run, saved_steps
+from test_stopped_runs import assert_same_run
 
 from tost_lm.config import load_config
 from tost_lm.data.loader import BatchShard, Corpora, TrainingBatches
@@ -64,15 +64,6 @@ def is_refused(batches: TrainingBatches, step: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_shard_that_changed_before_the_start(workplace: Path, folder: Path):
-    shard = folder / "train_00000.bin"
-    flip_a_bit(shard)
-    with launch(workplace, 2) as running:
-        end = f"{shard.stat().st_size:,}"
-        assert_ends_in_one_line(running, f"shards/train_00000.bin: damaged between bytes 0 and {end}", FIX)
-
-
-@pytest.mark.slow
 def test_a_shard_that_changes_during_a_run(
     workplace: Path, folder: Path, uninterrupted: Path, record_fault: RecordFault
 ):
@@ -93,17 +84,6 @@ def test_a_shard_that_changes_during_a_run(
     assert_same_run(workplace / "runs/tiny", uninterrupted)
     outcome = "the first step that reads it ends the run; the error names file and bytes; bit-exact afterwards"
     record_fault("a shard changes during a run", 1, outcome)
-
-
-def test_a_shard_that_changes_between_stop_and_resume(workplace: Path, folder: Path):
-    train(workplace, 1, "run.stop_at_step=2")
-    uses = first_uses(workplace, folder)
-    step, shard = min((step, path) for path, step in uses.items() if step > 2)
-    flip_a_bit(shard)
-    with launch(workplace, 1) as running:
-        assert_ends_in_one_line(running, f"shards/{shard.name}: damaged between bytes 0 and ", FIX)
-        assert running.step() == step
-    assert saved_steps(workplace / "runs/tiny") == [2]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])

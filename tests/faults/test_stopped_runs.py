@@ -5,7 +5,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -68,29 +67,6 @@ def test_ranks_killed_at_random(workplace: Path, times: Times, record_fault: Rec
     assert_same_run(workplace / "runs/tiny", uninterrupted, steps)
     outcome = "the error names it; at most one interval and one unfinished save lost; bit-exact"
     record_fault(f"a rank killed in a run of {steps} steps", count, outcome)
-
-
-DEMO = Path(__file__).parents[2] / "configs/pretrain/demo.toml"
-
-
-@pytest.mark.slow
-def test_a_demo_of_delta_layers_killed_in_the_middle(tmp_path: Path, embedded_shards: Path, record_fault: RecordFault):
-    """Three delta layers, then one of full attention."""
-    (tmp_path / "run.toml").write_bytes(DEMO.read_bytes())
-    steps, kill_at = 12, random.Random(2).randint(5, 9)
-    words = (f"data.folder={embedded_shards}", f"train.steps={steps}", "checkpoint.interval=3")
-    words = (*words, "run.device=cpu", "run.log_interval=1")
-    train(tmp_path, 1, *words, "run.name=whole")
-    words = (*words, "run.name=killed")
-    with launch(tmp_path, 1, *words) as running:
-        running.until(lambda: running.step() >= kill_at)
-        running.send(signal.SIGKILL)
-        assert running.wait() == [-signal.SIGKILL], running.output()
-    saved = max(saved_steps(tmp_path / "runs/killed"))
-    assert 3 <= saved < steps
-    assert f"resuming from runs/killed/checkpoints/step_{saved:08d}" in train(tmp_path, 1, *words)
-    assert_same_run(tmp_path / "runs/killed", tmp_path / "runs/whole", steps)
-    record_fault("a demo of delta layers and full attention killed", 1, "bit-exact after the resume")
 
 
 PHASES = {
@@ -215,37 +191,6 @@ def test_the_time_limit_is_kept(workplace: Path, times: Times, record_fault: Rec
         longer_than_ever = max(0.0, saved_at - last_row_at - 2 * SAVE_S) + max(0.0, took[-1] - max(took[:-1]))
         assert saved_at < limit_at + longer_than_ever + TICK_S
     record_fault("time limit", times(5), "saved before the limit; exit code 75")
-
-
-def jumping_clock(seconds: float, rank: int) -> None:
-    real = time.time
-    time.time = lambda: real() + (seconds if Path("jump").exists() else 0.0)
-
-
-@pytest.mark.slow
-def test_a_wall_clock_that_jumps_does_not_change_the_time_limit(workplace: Path, record_fault: RecordFault):
-    day_s, run = 86400.0, workplace / "runs/tiny"
-    with launch(
-        workplace, 2, "run.max_minutes=600", "train.steps=100000", inject=partial(jumping_clock, day_s)
-    ) as ahead:
-        ahead.until(lambda: ahead.step() > 3)
-        (workplace / "jump").touch()
-        at = ahead.step()
-        ahead.until(lambda: ahead.step() > at + 10)
-        ahead.send(signal.SIGTERM)
-        assert ahead.wait() == [75, 75]
-        assert "stopped on SIGTERM" in ahead.output()
-    (workplace / "jump").unlink()
-    started, before = time.monotonic(), max(saved_steps(run))
-    with launch(workplace, 2, "run.max_minutes=600", "train.steps=100000") as running:
-        running.until(lambda: running.step() > before)
-    limit = f"run.max_minutes={(2 * (time.monotonic() - started) + 3) / 60}"
-    with launch(workplace, 2, limit, "train.steps=100000", inject=partial(jumping_clock, -day_s)) as back:
-        back.until(lambda: back.output())
-        (workplace / "jump").touch()
-        assert back.wait() == [75, 75], back.output()
-        assert "stopped on run.max_minutes" in back.output()
-    record_fault("the wall clock jumps by a day", 2, "the time limit is kept")
 
 
 @pytest.mark.quick

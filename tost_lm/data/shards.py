@@ -361,21 +361,9 @@ class Concatenation:
         return np.concatenate(views, out=out, casting="unsafe") if views else out
 
 
-COUNTED_TOKENS = 1 << 24  # at once, to bound memory
-
-
 def length_histogram(lengths: "np.ndarray") -> list[tuple[int, int, int]]:
     """The shortest and the longest length of each bucket by powers of 2, and its number of documents. `lengths`
     [documents] ≥ 1, including end-of-text ids."""
     exponents = np.frexp(lengths)[1] - 1  # 2^e ≤ length < 2^(e + 1), exactly
     counts = np.bincount(exponents)
     return [(1 << e, (2 << e) - 1, int(counts[e])) for e in range(int(exponents.min()), len(counts))]
-
-
-def token_counts(shards: Shards, split: str) -> "np.ndarray":
-    """Occurrences of each token id, int64 [vocab_size]. Raises DataError as `TokenShard`."""
-    counts = np.zeros(shards.vocab_size, np.int64)
-    for tokens in shards.token_arrays(split):
-        for start in range(0, len(tokens), COUNTED_TOKENS):
-            counts += np.bincount(tokens[start : start + COUNTED_TOKENS], minlength=shards.vocab_size)
-    return counts

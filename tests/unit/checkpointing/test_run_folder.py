@@ -1,15 +1,7 @@
 """One launch per run folder; which checkpoints stay in it, and whether there is room for the next."""
 
 import math
-import multiprocessing
-import os
-import re
-import signal
-import socket
-from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -79,38 +71,8 @@ def test_a_disk_that_is_too_small_for_the_run_is_detected(run: Path):
         require(run, exabyte, step=8, keep_latest_k=4)
 
 
-def hold(folder: Path, pipe: Connection) -> None:
-    with run_lock(folder, 0):
-        pipe.send("held")
-        signal.pause()
-
-
-@pytest.fixture
-def run_folder(tmp_path: Path) -> Path:
-    return tmp_path / "runs/mine"
-
-
-@pytest.fixture
-def holder(run_folder: Path) -> Iterator[BaseProcess]:
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=hold, args=(run_folder, theirs))
-    process.start()
-    assert ours.recv() == "held"
-    yield process
-    process.kill()
-    process.join()
-
-
-def test_a_second_launch_is_refused_naming_host_and_pid(run_folder: Path, holder: BaseProcess):
-    for _ in range(5):
-        line = rf"runs/mine: another launch is using it \(host {socket.gethostname()}, pid {holder.pid}\)"
-        with pytest.raises(ConfigError, match=line), run_lock(run_folder, 0):
-            pass
-    with run_lock(run_folder, 1), run_lock(run_folder.with_name("other"), 0):
-        pass
-
-
-def test_a_lock_that_is_a_link_is_not_followed(run_folder: Path, tmp_path: Path):
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path):
+    run_folder = tmp_path / "runs/mine"
     run_folder.parent.mkdir()
     (tmp_path / "notes").write_text("kept")
     (run_folder.parent / ".mine.lock").symlink_to(tmp_path / "notes")
@@ -118,11 +80,3 @@ def test_a_lock_that_is_a_link_is_not_followed(run_folder: Path, tmp_path: Path)
     with pytest.raises(ConfigError, match=line), run_lock(run_folder, 0):
         pass
     assert (tmp_path / "notes").read_text() == "kept"
-
-
-def test_a_killed_launch_leaves_no_obstacle(run_folder: Path, holder: BaseProcess):
-    holder.kill()
-    holder.join()
-    for _ in range(2):
-        with run_lock(run_folder, 0):
-            assert re.search(rf"pid {os.getpid()}$", (run_folder.parent / ".mine.lock").read_text())

@@ -179,18 +179,6 @@ def test_no_training_text_is_refused(texts):
         train_sentencepiece(texts, 300)
 
 
-@pytest.mark.parametrize("error", [DataError("row 3: bad"), BrokenPipeError(), KeyboardInterrupt()])
-def test_errors_of_the_corpus_pass_through(error):
-    def texts():
-        yield "some text"
-        raise error
-
-    with pytest.raises(type(error)) as caught:
-        train_sentencepiece(texts(), 300)
-    assert caught.value is error
-    assert not trainers()
-
-
 def trainers() -> list[BaseProcess]:
     """The training processes among the children of this process."""
     return [child for child in multiprocessing.active_children() if child.name.startswith("training")]

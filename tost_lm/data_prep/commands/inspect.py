@@ -1,4 +1,4 @@
-"""Inspect a shard folder: verify every hash, then print sizes, lengths, context, frequent tokens and documents.
+"""Inspect a shard folder: verify every hash, then print sizes, lengths, context and documents.
 
     tost prepare inspect data/embedded/shards inspect.split=valid inspect.documents=2
 
@@ -16,12 +16,11 @@ from tost_lm.command_line import run_program
 from tost_lm.data.loader import context_shares, context_sizes
 from tost_lm.data.settings import InspectConfig, InspectShardsConfig
 from tost_lm.data.shard_format import SPLITS, counted_tokens
-from tost_lm.data.shards import Shards, length_histogram, token_counts
+from tost_lm.data.shards import Shards, length_histogram
 from tost_lm.data.stages import Packing
 from tost_lm.errors import printable
 
 BAR = 40
-FREQUENT = 12
 
 
 def main(folder: Path, config: InspectShardsConfig) -> None:
@@ -74,12 +73,6 @@ def show_split(shards: Shards, config: InspectConfig) -> None:
     shares = [context_shares([lengths], config.seq_len, packing, sizes) for packing in packings]
     for size, *of_packings in zip(sizes, *shares, strict=True):
         print(f"{size:>12,} {' '.join(f'{share:>12.1%}' for share in of_packings)}")
-
-    counts = token_counts(shards, split)
-    print(f"\n{np.count_nonzero(counts):,} of {len(counts):,} tokens occur; the most frequent:")
-    for token in np.argsort(-counts, kind="stable")[:FREQUENT]:
-        name = "end of text" if token == shards.eot else repr(tokenizer.decode([int(token)]))
-        print(f"{token:>8} {counts[token] / counts.sum():>7.2%} {name}")
 
     def show(tokens: np.ndarray, title: str) -> None:
         text = tokenizer.decode(tokens.tolist())
