@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from builds import corpus, read, refusal
 
-from tost_lm.data.sources import BadRow, Document, count_rows, fingerprint, left_out_files
+from tost_lm.data.sources import BadRow, Document, count_rows, fingerprint, left_out_files, read_blocks
 from tost_lm.data.sources.files import corpus_files
 from tost_lm.errors import DataError
 
