@@ -84,10 +84,12 @@ def test_gpt2_keeps_its_tokenizer(tmp_path: Path):
 
 
 def test_weights_alone_are_no_branch(workplace: Path):
-    torch.save(to_released(make_model(vocab_size=384), iterations=4), workplace / "ckpt.pt")
-    run("tost train", "run.toml", "train.steps=2", cwd=workplace)
-    run(PROGRAM, "ckpt.pt", "convert.folder=weights", "convert.tokenizer=runs/tiny", cwd=workplace)
-    printed = refusal("tost train", "run.toml", "run.name=new", "train.branch_from=weights", cwd=workplace)
+    settings = ["run.toml", "train.steps=2", "model.layer_scale=1e-5"]
+    run("tost train", *settings, cwd=workplace)
+    step = workplace / "runs/tiny/checkpoints/step_00000002"
+    torch.save(to_released(tost_lm.load(step), iterations=4), workplace / "ckpt.pt")
+    run(PROGRAM, "ckpt.pt", "convert.folder=weights", f"convert.tokenizer={step}", cwd=workplace)
+    printed = refusal("tost train", *settings, "run.name=new", "train.branch_from=weights", cwd=workplace)
     assert printed.startswith("train.branch_from weights: has no optimizer state; set train.initial_weights instead")
 
 
