@@ -15,6 +15,10 @@ SLOW = {"width": 64, "heads": 2, "dtype": "bfloat16"}  # a CPU multiplies matric
 LONG = {"layers": 8, "vocab_size": 512, "micro_batch": 2, "tokens": 2048}
 TILES = {"tile_tokens": 512}
 BLOCKS, MLP_TILES = {"activation_checkpointing": "full"}, {"mlp_tile_tokens": 256}
+HALF_A_BILLION = {
+    "width": 1280, "layers": 24, "heads": 10, "vocab_size": 32768, "pattern": "DDDA", "positions": "none",
+    "micro_batch": 1, "data_ranks": 2,
+}  # fmt: skip
 DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
 
 
@@ -52,6 +56,7 @@ DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
         (1, {**LONG, "memory": TILES}),
         (2, {**LONG, "data_ranks": 2, "memory": TILES, "parallel": {"zero_stage": 3}}),
         (2, {**LONG, "pattern": "TA", "softmax": {"window": 256}, "parallel": {"sequence": 2}, "memory": TILES}),
+        (2, {**HALF_A_BILLION, "memory": {"tile_tokens": 256}, "parallel": {"zero_stage": 3}}),
         (1, {**SLOW, "layers": 2, "vocab_size": 4096, "tokens": 512, "micro_batch": 8}),
         (1, {**SLOW, "layers": 16, "vocab_size": 512, "tokens": 512, "micro_batch": 8}),
         (1, {**SLOW, "layers": 24, "vocab_size": 512, "tokens": 512, "micro_batch": 24, "memory": BLOCKS}),
