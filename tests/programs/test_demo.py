@@ -71,12 +71,12 @@ def test_the_model_that_trained_on_passages_finds_needles():
 
 @pytest.mark.quick
 @pytest.mark.usefixtures("demo")
-def test_the_readme_shows_what_the_demo_prints():
+def test_the_quick_start_shows_what_the_demo_prints():
     """Times are those of another machine, whose processor adds in another order: losses and accuracies are near."""
     run = CHECKOUT / "runs/recall"
     log = [line[len("2026-11-25 23:53:16 ") :] for line in (run / "log.txt").read_text().splitlines()]
     printed = [*log, *(run / "report.md").read_text().splitlines()]
-    (shown,) = re.findall(r"```text\n(.+?)```", (CHECKOUT / "README.md").read_text(), re.DOTALL)
+    (shown,) = re.findall(r"```text\n(.+?)```", (CHECKOUT / "docs/quickstart.md").read_text(), re.DOTALL)
     assert len(shown.splitlines()) <= 12
     assert [line for line in shown.splitlines() if not any(is_near(line, other) for other in printed)] == []
 
