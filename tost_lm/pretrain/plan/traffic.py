@@ -238,7 +238,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         # States between tiles: forward, again in the second forward, and backward.
         if costs.summed:
             times = (tiles(config) - 1) * (3 + again) * k * layers
-            summed += times
+            summed += times * (2 if costs.grouped[0] else 1)  # of the convolution and of the maps
             row += rows * times * costs.summed / tensor
     if loads[0].gathers:
         yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
