@@ -39,8 +39,8 @@ def affine_scan(
         scan: from the states before this rank's tokens of its n documents, in the dtype of `initial_N`, the outputs and
             the states after them. Each document is on its own.
         maps: A and C of documents: called with a slice of this rank's flat tokens and the lengths of the X documents
-            that these are. C is the state that they lead to from 0. Both have one dtype. It is not
-            called without ranks.
+            that these are. C is the state that they lead to from 0. Both have one dtype. It is not called without
+            ranks.
         initial_N: the states before the sequences. They, the final states and the gradients of both are equal on all
             ranks.
         shard: None: all tokens are here.

@@ -249,20 +249,19 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         yield Collectives("states after tiles", "all-to-all", 2 * summed, 2 * row, ranks, tensor)
     for layers, costs, _ in used:
         forward, backward = costs.grouped
-        calls = 4 * k * layers * (passes + backwards) if forward else 0
+        calls = 4 * k * layers * (passes + backwards) if forward else 0  # at two levels, of convolution and state
         sent = rows * k * layers * (passes * forward + backwards * backward) / tensor * rows_of_groups(ranks)
         yield Collectives("maps of states", "all-to-all", calls, sent, ranks, tensor)
     for layers, costs, kept in used:
-        again = sent_again(config, shares_tiles=kept is None and tiles(config) > 1)
-        forwards = 1 + again + fraction_computed_twice(config)
+        recomputed = sent_again(config, shares_tiles=kept is None and tiles(config) > 1)
+        forwards = 1 + recomputed + fraction_computed_twice(config)
         sent = k * layers * micro_batch_tokens(config) * (forwards + 1) * costs.dealt / tensor
-        passes = tiles(config) * (1 + again) + tiles(config) - 1
-        calls = 2 * k * layers * (passes + backwards) if costs.dealt else 0
+        in_forwards = tiles(config) * (1 + recomputed) + tiles(config) - 1
+        calls = 2 * k * layers * (in_forwards + backwards) if costs.dealt else 0
         yield Collectives("heads of attention", "all-to-all", calls, sent, ranks, tensor)
     starts = range(0, config.row_tokens, config.tile_tokens)
     sizes = [min(config.tile_tokens, config.row_tokens - start) for start in starts]
     for layers, costs, kept in used:
-        again = sent_again(config)
         of_tiles = [gathered_tokens(kept, size / ranks) for size in sizes] if costs.gathered_channels else []
         in_second = fraction_computed_twice(config) > 0
         e, calls = ELEMENT_BYTES[config.train.dtype], k * layers
