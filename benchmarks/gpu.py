@@ -12,7 +12,6 @@ results/benchmarks/gpu/.
 """
 
 import gzip
-import importlib
 import json
 import os
 import re
@@ -52,7 +51,6 @@ from pydantic import Field  # noqa: E402
 from torch.cuda import nccl  # noqa: E402
 
 from benchmarks import measure  # noqa: E402
-from benchmarks.engine import packed_batches  # noqa: E402
 from benchmarks.measure import CHECKOUT, RESULTS, median_seconds, results_file  # noqa: E402
 from benchmarks.plain import beside_plain_loop  # noqa: E402
 from tost_lm.command_line import run_program  # noqa: E402
@@ -97,6 +95,7 @@ CLASSES = {
 }
 """Kernels by the first expression that is in their name. Those after the last backward are `optimizer`."""
 COMPILERS = min(16, os.cpu_count() or 1)  # processes that compile the kernels of D layers
+NO_FLA = "not tried: fla-core is not installed"
 Cells = Iterator[dict[str, Any]]
 
 
@@ -243,9 +242,11 @@ def product_rate(case: str, factors: list[Any], device: str) -> dict[str, Any]:
 
 
 def training_step(device: str) -> Cells:
-    """Steps of tost-base, eager and compiled: rates, kernels by class, and losses against those in float32."""
+    """Steps of tost-base, compiled, with DeepSpeed, and eager: rates, kernels by class, losses against float32."""
     eager, losses = "train.compile=false", dict[str, torch.Tensor]()
-    for how, words in {"compiled": (), "eager": (eager,), "float32": (eager, "train.dtype=float32")}.items():
+    ways = {"compiled": (), "compiled, DeepSpeed": ("parallel.engine=deepspeed",)} if find_spec("deepspeed") else {}
+    ways |= {"compiled": (), "eager": (eager,), "float32": (eager, "train.dtype=float32")}
+    for how, words in ways.items():
         cell = step(f"tost-base, {how}", device, *MODELS["tost-base"], *words)
         yield cell
         if "failed" in cell:
@@ -262,52 +263,45 @@ def training_step(device: str) -> Cells:
 
 
 def delta_step(device: str) -> Cells:
-    """Compiled steps of delta-350m and delta-1b with the kernels of fla-core, one beside a plain PyTorch loop."""
-    if device == "cuda" and not find_spec("fla"):
-        yield {"case": "delta-350m", "failed": "not tried: fla-core is not installed"}
-        return
+    """Compiled steps of delta-350m and of delta-1b at 8,192 tokens, with the kernels of fla-core."""
     for preset in ("delta-350m", "delta-1b"):
-        if device == "cuda":
-            code = "import sys; from benchmarks import gpu; gpu.compile_share(*sys.argv[1:])"
-            for process in [subprocess.Popen([sys.executable, "-c", code, preset, str(i)]) for i in range(COMPILERS)]:
-                process.wait()
+        if not compile_delta(device, preset):
+            yield {"case": preset, "failed": NO_FLA}
+            return
         yield step(preset, device, *MODELS[preset])
-    if find_spec("fla"):
-        yield beside_plain_loop(device, model_of(device, "delta-350m"), *((8, 4096) if device == "cuda" else (2, 128)))
 
 
-def compile_share(preset: str, index: str) -> None:
-    """Compile the share of one of `COMPILERS` processes of the kernels of D layers into Triton's cache. A process alone
-    compiles the variants between which fla-core chooses one after another, for minutes."""
-    try_share(int(index), COMPILERS)
-    settings = validate(ModelConfig, {"preset": preset, "layers": 4}, "benchmarks.gpu")
-    model = TostLM(settings).to("cuda", torch.bfloat16)
-    (batch,) = packed_batches(1, 1, 2048, settings.vocab_size, "cuda")  # the kernels are those for any length
-    model(batch.tokens, batch.labels, cu_seqlens=batch.cu_seqlens, label_count=1.0, output_state=False).loss.backward()
+def tile_by_tile(device: str) -> Cells:
+    """Steps of delta-350m on 131,072 tokens in tiles, with both kernels of attention."""
+    if not compile_delta(device, "delta-350m"):
+        yield {"case": "tiles", "failed": NO_FLA}
+        return
+    words = ("delta_350m", "train.seq_len=131072", "train.global_batch_size=1", "train.micro_batch_size=1")
+    words += (f"memory.tile_tokens={8192 if device == 'cuda' else 32}",)
+    yield step("delta-350m, 131,072 tokens in tiles", device, *words)
+    case = "the same with Flash Attention 3"
+    if device == "cuda" and not find_spec("flash_attn_interface"):
+        yield {"case": case, "failed": "not tried: flash-attn-3 is not installed"}
+    elif device == "cuda":
+        yield step(case, device, *words, "train.attention=fa3")
 
 
-def try_share(index: int, count: int) -> None:
-    """From now on this process tries every `count`-th variant of a kernel only, and others until one runs."""
-    tuner: Any = importlib.import_module("triton.runtime.autotuner").Autotuner
-    every = tuner.prune_configs
-
-    def share(self: Any, arguments: Any) -> list[Any]:
-        variants = every(self, arguments)
-        own = variants[index::count] or variants[:1]
-        # A variant that needs more shared memory than there is has no times.
-        runs = lambda one: self._bench(*self.nargs.values(), config=one, **arguments) != [float("inf")] * 3
-        others = (variant for variant in variants if variant not in own)
-        while not any(map(runs, own)) and (other := next(others, None)) is not None:
-            own = [other]
-        return own
-
-    tuner.prune_configs = share
+def compile_delta(device: str, preset: str) -> bool:
+    """Compile the kernels of D layers on all cores. False: fla-core is not installed."""
+    if device == "cuda" and find_spec("fla"):
+        code = "import sys; from benchmarks import tuning; tuning.compile_share(*sys.argv[1:])"
+        shares = ([sys.executable, "-c", code, preset, str(i), str(COMPILERS)] for i in range(COMPILERS))
+        for process in list(map(subprocess.Popen, shares)):
+            process.wait()
+    return device == "cpu" or find_spec("fla") is not None
 
 
 def plain_loops(device: str) -> Cells:
-    """The time of a step of softmax attention beside that of a plain PyTorch loop."""
+    """The time of a step of softmax attention, and of delta-350m, beside that of a plain PyTorch loop."""
     heads, *sizes = (6, 15, 1024) if device == "cuda" else (1, 1, 64)  # the plain loop keeps all logits
     yield beside_plain_loop(device, model_of(device, "gpt2-base", heads=heads), *sizes)
+    if find_spec("fla"):
+        yield beside_plain_loop(device, model_of(device, "delta-350m"), *((8, 4096) if device == "cuda" else (2, 128)))
 
 
 def two_ranks(device: str) -> Cells:
@@ -372,14 +366,15 @@ def _ms(seconds: float) -> str:
 
 
 PARTS: dict[str, tuple[float, Callable[[str], Cells]]] = {
-    "demo": (120, demo),
-    "device": (30, device_rates),
     "training step": (150, training_step),
+    "delta step": (300, delta_step),
+    "tile by tile": (120, tile_by_tile),
+    "plain loop": (90, plain_loops),
+    "device": (30, device_rates),
     "two ranks": (180, two_ranks),
-    "plain loop": (70, plain_loops),
     "decoding": (45, decoding),
     "tests": (300, gpu_tests),
-    "delta step": (400, delta_step),
+    "demo": (120, demo),
 }
 """The parts in the order in which they run, each with its time limit on a GPU in seconds, its start included, and its
 cells on a device: `case`, `value` and `beside` or `failed`, and what was measured."""

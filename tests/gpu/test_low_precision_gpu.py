@@ -1,5 +1,6 @@
 """Every mixer in 16-bit types on a GPU, with packed documents and states, against float64 on the CPU."""
 
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
+from tost_lm.pretrain.engine import use_flash_attention_3
 from tost_lm.testing import assert_as_accurate
 
 if not torch.cuda.is_available():
@@ -40,6 +42,20 @@ MODELS: list[dict[str, Any]] = [
     {"pattern": "A", "softmax": {"kv_heads": 1, "window": 129}},
     {"pattern": "DA", "norm": "rms", "norm_after": "A", "mlp": "swiglu", "softmax": {"qk_norm": "all-heads"}},
 ]
+
+
+@pytest.fixture
+def _flash_attention_3() -> Iterator[None]:
+    pytest.importorskip("flash_attn_interface", reason="needs flash-attn-3")
+    use_flash_attention_3(torch.device(DEVICE))
+    yield
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+@pytest.mark.usefixtures("_flash_attention_3")
+@pytest.mark.parametrize("settings", [settings for settings in MODELS if "A" in settings["pattern"]], ids=str)
+def test_flash_attention_3_is_as_accurate(settings: dict[str, Any]):
+    test_kernels_are_as_accurate_as_a_cpu_in_the_same_type(settings, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

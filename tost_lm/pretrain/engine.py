@@ -11,7 +11,7 @@ from torch.utils import deterministic
 from tost_lm.checkpointing.uploads import Uploads
 from tost_lm.checkpointing.writer import CheckpointWriter, RunFiles
 from tost_lm.config import to_toml
-from tost_lm.errors import ConfigError
+from tost_lm.errors import ConfigError, first_line
 from tost_lm.interop.card import model_card
 from tost_lm.mixers.registry import SPECS
 from tost_lm.model.config import ModelConfig
@@ -27,8 +27,10 @@ from tost_lm.pretrain.tiled import TiledLM
 
 
 def prepare_process(config: PretrainConfig, device: torch.device) -> None:
-    """Set precision and determinism of this process. Raises ConfigError."""
+    """Set precision, attention kernels and determinism of this process. Raises ConfigError."""
     set_matmul_precision(config.train.tf32, device)
+    if config.train.attention == "fa3":
+        use_flash_attention_3(device)
     if config.train.deterministic:
         use_deterministic_kernels(config.model, device)
 
@@ -45,6 +47,24 @@ def set_matmul_precision(tf32: bool, device: torch.device) -> None:
     """Set the precision of float32 matrix products in this process, whatever it was before."""
     # On a CPU "high" would change results, too, where the CPU has instructions for it.
     torch.set_float32_matmul_precision("high" if tf32 and device.type == "cuda" else "highest")
+
+
+def use_flash_attention_3(device: torch.device) -> None:
+    """Let torch's operators of flash attention call Flash Attention 3 in this process.
+
+    Raises:
+        ConfigError: the GPU, torch or the installation lacks it.
+    """
+    what, fix = "train.attention fa3", "or set train.attention=fa2"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        raise ConfigError(f"{what}: it has kernels for Hopper GPUs only, and this device is {name}; use one, {fix}")
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        raise ConfigError(f"{what}: torch {torch.__version__} cannot call it; install torch ≥ 2.13, {fix}")
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError, ValueError) as error:  # ValueError: torch knows other kernels only
+        raise ConfigError(f"{what}: {first_line(error)}; install flash-attn-3, {fix}") from None
 
 
 def use_deterministic_kernels(model: ModelConfig, device: torch.device) -> None:

@@ -95,6 +95,8 @@ class TrainConfig(Section):
     """On GPUs, use kernels that add in a fixed order, so that a resumed run equals an uninterrupted one bit for bit. Slower; not with D layers, whose kernels are chosen by their measured time. CPUs need no setting."""
     compile: bool = False
     """Compile the blocks with torch.compile: the work between matrix products becomes a few fused kernels. The first steps take about ten seconds for each graph. Not with tensor ranks or ZeRO stage 3."""
+    attention: Literal["fa2", "fa3"] = "fa2"
+    """Kernels of softmax attention on GPUs in bfloat16: `fa3` is Flash Attention 3, for Hopper GPUs, of the package flash-attn-3. Results differ by rounding."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     initial_weights: Annotated[Path | None, TAKES_URLS] = None

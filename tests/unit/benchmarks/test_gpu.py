@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu import LAYOUTS, PARTS, GpuBenchmarkConfig, compared, try_share
+from benchmarks.gpu import LAYOUTS, PARTS, GpuBenchmarkConfig, compared
 from benchmarks.measure import CHECKOUT, read_cells, results_file
+from benchmarks.tuning import try_share
 from tost_lm.errors import TostError
 
 OTHERS = ("deepspeed", "megatron", "fla", "datasets", "wandb", "tqdm", "hypothesis")
@@ -63,7 +64,8 @@ def test_every_part_runs_and_one_that_crashes_ends_no_other(tmp_path: Path):
     assert {"matrix products", "token mixers", "loss", "optimizer"} <= step["classes"].keys()
     for case in ("A, 1 × 64 tokens", "DDDA, 2 × 128 tokens"):
         assert by_case[case]["value"].endswith("a plain loop")
-    assert by_case["delta-1b"]["tokens"] == 4 * 64
+    assert by_case["delta-1b"]["tokens"] == by_case["delta-350m, 131,072 tokens in tiles"]["tokens"] == 4 * 64
+    assert by_case["tost-base, compiled, DeepSpeed"]["losses"] == pytest.approx(step["losses"], rel=1e-3)
 
 
 @pytest.mark.slow

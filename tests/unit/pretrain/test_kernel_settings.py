@@ -8,7 +8,7 @@ import torch
 
 from tost_lm.errors import ConfigError
 from tost_lm.model import ModelConfig
-from tost_lm.pretrain.engine import set_matmul_precision, use_deterministic_kernels
+from tost_lm.pretrain.engine import set_matmul_precision, use_deterministic_kernels, use_flash_attention_3
 
 CUDA = torch.device("cuda")
 
@@ -36,6 +36,21 @@ def test_a_mixer_that_is_not_deterministic_is_rejected_on_a_gpu():
         use_deterministic_kernels(model, CUDA)
     assert not torch.are_deterministic_algorithms_enabled()
     use_deterministic_kernels(model, torch.device("cpu"))
+
+
+def test_flash_attention_3_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match=r"^train\.attention fa3: .* this device is cpu; .* train\.attention=fa2$"):
+        use_flash_attention_3(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match="this device is NVIDIA A100"):
+        use_flash_attention_3(CUDA)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(ConfigError, match="No module named 'flash_attn_interface'; install flash-attn-3, or set"):
+        use_flash_attention_3(CUDA)
+    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")  # as in torch 2.11
+    with pytest.raises(ConfigError, match=r"torch 2\.\S+ cannot call it; install torch ≥ 2\.13, or set"):
+        use_flash_attention_3(CUDA)
 
 
 @pytest.mark.parametrize("before", ["highest", "high", "medium"])

@@ -28,6 +28,9 @@ from tost_lm.pretrain.plan.traffic import (
     tiles,
 )
 
+ATTENTION_FLOPS = {"fa2": 0.35, "fa3": 0.55}
+"""Fraction of the peak with heads of 128 channels: of Flash Attention 2 on the H200; of 3 an estimate of both passes,
+where its authors report up to 0.75 forward on H100 (arXiv 2407.08608)."""
 KERNEL_SECONDS = 2.3e-6
 """Time of a kernel of any size, beside that of its bytes: TSSA at three lengths."""
 EAGER, COMPILED = 0.55, 0.67
@@ -110,7 +113,7 @@ def exposed_seconds(config: PlanConfig, computed: float) -> float:
 def attention_rate(config: PlanConfig) -> float:
     """Fraction of the peak that products between tokens reach, in the slowest mixer."""
     slowest = min(costs_of(config, spec).attention_rate for spec, _ in config.model.mixers)
-    return config.cluster.achieved_attention_flops * slowest
+    return (config.cluster.achieved_attention_flops or ATTENTION_FLOPS[config.train.attention]) * slowest
 
 
 def bandwidth(config: PlanConfig) -> float:

@@ -60,8 +60,8 @@ class ClusterConfig(Section):
     """Write rate of one rank to the shared file system in GB/s."""
     achieved_flops: float = Field(default=0.7, gt=0, le=1)
     """Fraction of the peak FLOP/s that matrix products reach: as on an H200."""
-    achieved_attention_flops: float = Field(default=0.35, gt=0, le=1)
-    """Fraction of the peak FLOP/s that flash attention reaches with long rows in heads of 128 channels: Flash Attention 2 on an H200; Flash Attention 3 about 0.55."""
+    achieved_attention_flops: float | None = Field(default=None, gt=0, le=1)
+    """Fraction of the peak FLOP/s that flash attention reaches with long rows in heads of 128 channels; without it 0.35 with train.attention fa2, as on an H200, and 0.55 with fa3, an estimate."""
     achieved_memory_bandwidth: float = Field(default=0.85, gt=0, le=1)
     """Fraction of the memory bandwidth that operations reach: measured on an H200, otherwise assumed."""
     achieved_bandwidth: float = Field(default=0.7, gt=0, le=1)
