@@ -71,7 +71,8 @@ STEPS, TRACED = 3, 8
 """Steps whose losses are compared, and the traced step; the rates are those of the steps before it."""
 TOST = (sys.executable, "-P", "-m", "tost_lm.cli.main")
 MODELS = {  # recipe and settings of the measured steps, with the batch of one of 8 GPUs
-    "tost-base": ("owt_tost_base", "train.global_batch_size=60", "model.layer_scale=1"),  # losses depend on the blocks
+    "tost-base": ("owt_tost_base", "parallel.engine=fsdp", "train.global_batch_size=60",
+                  "model.layer_scale=1"),  # losses depend on the blocks
     "delta-350m": ("delta_350m", "train.global_batch_size=16"),
     "delta-1b": ("delta_350m", "model.preset=delta-1b", "train.seq_len=8192", "train.global_batch_size=32",
                  "train.micro_batch_size=2"),
