@@ -10,8 +10,9 @@ block under torch.compile, as Inductor generates them for a Hopper GPU. Output: 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -131,10 +132,12 @@ def as_on_cuda(counts: Counter[str]) -> Iterator[None]:
         library._destroy()
 
 
-def count(name: str, rows: int, seq_len: int, documents: int) -> dict[str, Any]:
-    """Operations of a model, or of one layer, forward and backward."""
+def count(
+    name: str, rows: int, seq_len: int, documents: int, settings: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Operations of a model, or of one layer with settings of its own, forward and backward."""
     layer = len(name) == 1
-    model, tokens, cu_seqlens = _packed(name, rows, seq_len, documents)
+    model, tokens, cu_seqlens = _packed(name, rows, seq_len, documents, {**SMALL, **settings})
     x_BTC, info = _layer_input(model, tokens, cu_seqlens)
 
     def forward() -> Tensor:

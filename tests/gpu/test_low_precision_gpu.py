@@ -37,7 +37,7 @@ MODELS: list[dict[str, Any]] = [
     {"pattern": "D", "delta": {"qk_heads": 2, "value_heads": 4, "value_size": 96, "beta_to_two": True}},
     {"pattern": "D", "delta": {"decay_per_channel": True}},
     {"pattern": "A"},
-    {"pattern": "A", "softmax": {"window": 64}},
+    {"pattern": "A", "softmax": {"window": 64, "conv": True}},
     {"pattern": "A", "softmax": {"kv_heads": 2, "qk_norm": True}},
     {"pattern": "A", "softmax": {"kv_heads": 1, "window": 129}},
     {"pattern": "DA", "norm": "rms", "norm_after": "A", "mlp": "swiglu", "softmax": {"qk_norm": "all-heads"}},

@@ -32,7 +32,7 @@ CASES = [(heads, *row) for n, heads in enumerate(HEADS) for row in (ROWS[1:2] if
 
 
 def drawn_model(heads: tuple[int, int]) -> TiledLM:
-    softmax = {"kv_heads": heads[1], "qk_norm": "all-heads", "gate": True, "head_size": 4}
+    softmax = {"kv_heads": heads[1], "qk_norm": "all-heads", "gate": True, "head_size": 4, "conv": True}
     return build_model(pattern="DA", layers=2, heads=heads[0], width=12, positions="none", softmax=softmax).double()
 
 

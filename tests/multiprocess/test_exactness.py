@@ -27,7 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "hybrid": {},
     "nothing by position": {"pattern": "T", "tssa": {"denom_bias": "head"}, "positions": "none", "bias": False},
     "window, no bias": {"pattern": "ATT", "tssa": {"denom_bias": "none"},
-                        "softmax": {"window": 5}, "positions": "none", "layer_scale": 0.0},
+                        "softmax": {"window": 5, "conv": True}, "positions": "none", "layer_scale": 0.0},
     TWO_KEY_HEADS: {**other_forms(window=5), "z_loss": 0.1},
     "delta": {"pattern": "DDA", "positions": "none", "delta": {"value_heads": 8, "qk_size": 3, "value_size": 5}},
     "decays of channels": {"pattern": "DDA", "positions": "none", "delta": {"decay_per_channel": True}},

@@ -42,7 +42,7 @@ BUCKET = 50_000  # elements: of each of its blocks
 @pytest.mark.parametrize(
     ("axis", "model"),
     [
-        ("sequence", {"pattern": "DA"}),
+        ("sequence", {"pattern": "DA", "softmax": {"conv": True}}),
         pytest.param("tensor", {"pattern": "DA"}, marks=pytest.mark.slow),
         *(
             pytest.param(axis, {"pattern": "TA", **forms}, marks=pytest.mark.slow)
@@ -150,7 +150,7 @@ def test_messages_of_what_is_computed_again(pattern: str, layer_scale: float, me
     ],
 )
 def test_messages_of_tiles(pattern: str, window: int, memory: dict[str, Any]):
-    softmax = {"window": window}
+    softmax = {"window": window, "conv": pattern == "DA"}
     settings = settings_of(**TINY, pattern=pattern, softmax=softmax, parallel={"sequence": RANKS}, memory=memory)
     on_ranks = run_on_ranks(train_measured, RANKS, settings)
     for measured in on_ranks:

@@ -35,7 +35,7 @@ MODELS: list[dict[str, Any]] = [
     {"pattern": "T", "tssa": {"denom_bias": "none"}, "positions": "none", "bias": False},
     {"pattern": "DDD", "positions": "none"},
     {"pattern": "DA", "layers": 2, "heads": 4, "positions": "none", "softmax": {"kv_heads": 2, "qk_norm": True}},
-    {"pattern": "A", "positions": "none", "softmax": {}},  # computed again in the backward
+    {"pattern": "A", "positions": "none", "softmax": {"conv": True}},  # computed again in the backward
 ]
 CHECKPOINTED = len(MODELS) - 1
 

@@ -110,7 +110,8 @@ LAYERS = {
     ),
     "A": PublicLayer(
         "full_attention", {"softmax.kv_heads": "num_key_value_heads"},
-        {"softmax.qk_norm": False, "softmax.window": 0, "softmax.gate": False, "softmax.rotary_fraction": 1.0},
+        {"softmax.qk_norm": False, "softmax.conv": False, "softmax.window": 0, "softmax.gate": False,
+         "softmax.rotary_fraction": 1.0},
         {"is_causal": True, "sliding_window": None, "attention_chunk_size": None, "kv_sharing_modes": None},
         _softmax_values, _softmax_rows,
     ),

@@ -62,14 +62,16 @@ class _CountingShard:
         ranks = len(split.lengths)
         self.split, self.gathers = split, gathers
         self.groups = (range(ranks),) if gathers else rank_groups(ranks)
-        self.exchanged = self.grouped = self.dealt = self.gathered_channels = 0
+        self.exchanged = self.exchanges = self.grouped = self.dealt = self.gathered_channels = 0
 
     def exchange_rows(self, row: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         self.exchanged += row.nbytes
+        self.exchanges += 1
         rows_R = torch.stack([row] * len(self.split.lengths))
         return function(rows_R)[self.split.rank].clone()
 
     def gather_group(self, x: Tensor) -> Tensor:
+        self.exchanges += 1
         self.exchanged += x.nbytes if self.gathers else 0
         self.grouped += 0 if self.gathers else x.nbytes
         return torch.stack([x] * len(next(group for group in self.groups if self.split.rank in group)))
@@ -145,6 +147,7 @@ def costs(spec: MixerSpec, load: Load) -> Costs:
         state=counts["state"],
         received=load.received(counts["sent forward"], counts["grouped forward"]) + gathered + dealt / load.tensor,
         exchanged=(counts["sent forward"], counts["sent backward"]),
+        exchanges=int(counts["exchanges"]),
         grouped=(counts["grouped forward"], counts["grouped backward"]),
         summed=counts["sent with a state"] - counts["sent forward"],
         dealt=dealt,
@@ -181,7 +184,7 @@ def _traced(
         with torch.no_grad():
             _, state = functional_call(layer, parameters, (x_BTC, None, info))  # and fills caches of offsets
         with_state, shard.exchanged, shard.grouped, shard.dealt, shard.gathered_channels = shard.exchanged, 0, 0, 0, 0
-        counter.launches = counter.flops = 0
+        shard.exchanges = counter.launches = counter.flops = 0
         others = {x.untyped_storage() for x in (x_BTC, *parameters.values(), *(info.rotary or ()))}
         stored: set[torch.UntypedStorage] = set()
 
@@ -191,7 +194,7 @@ def _traced(
 
         with saved_tensors_hooks(store, lambda x: x):
             y_BTC, _ = functional_call(layer, parameters, (x_BTC, None, replace(info, output_state=False)))
-        flops, exchanged, grouped = counter.flops, shard.exchanged, shard.grouped
+        flops, exchanged, exchanges, grouped = counter.flops, shard.exchanged, shard.exchanges, shard.grouped
         y_BTC.backward(torch.ones_like(y_BTC))
     return {
         "launches": counter.launches,
@@ -202,6 +205,7 @@ def _traced(
         "sent forward": exchanged,
         "sent backward": shard.exchanged - exchanged,
         "sent with a state": with_state,
+        "exchanges": exchanges,
         "grouped forward": grouped,
         "grouped backward": shard.grouped - grouped,
         "dealt": shard.dealt,

@@ -38,12 +38,12 @@ class HeadSoftmax:
 class TokenMixer(nn.Module):
     """A layer between two projections, `in_proj` and `out_proj`. It is built from a `MixerShape`."""
 
-    State: ClassVar[type[Any]]
-    """A NamedTuple of tensors, [N, …]; a method `to_running_dtype`, if it needs one, prepares it for any number of
-    further tokens."""
+    State: type[Any]
+    """A NamedTuple of tensors, [N, …], and of such states; a method `to_running_dtype`, if it needs one, prepares it
+    for any number of further tokens."""
     TileState: ClassVar[type[SharedState] | None] = None
     """The state between tiles of training, if it is shared."""
-    OF_HEADS: ClassVar[tuple[str, ...]] = ()
+    OF_HEADS: tuple[str, ...] = ()
     """Parameters with a row for each head, beside the projections."""
     FIXED_STATE: ClassVar[bool] = False
     """Whether a step of one token a row works in place: its new state has the shapes and dtypes of the one before, and

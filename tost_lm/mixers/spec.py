@@ -100,7 +100,9 @@ class Costs(NamedTuple):
     received: float = 0.0
     """Bytes per token of a rank that recomputation keeps because other ranks sent them."""
     exchanged: tuple[float, float] = (0.0, 0.0)
-    """Bytes of a row's statistics that a sequence rank sends in the two exchanges of a forward, and of a backward."""
+    """Bytes of a row's statistics that a sequence rank sends in all exchanges of a forward, and of a backward."""
+    exchanges: int = 2
+    """Exchanges of such statistics in a forward, and in a backward."""
     grouped: tuple[float, float] = (0.0, 0.0)
     """Bytes of a row that sequence ranks gather in groups, and as many between groups, in a forward and a backward."""
     summed: float = 0.0

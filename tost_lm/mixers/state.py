@@ -1,7 +1,7 @@
 """The states of token mixers between calls: what a model does with any of them.
 
-A state is a NamedTuple of tensors, [N, …]. One that grows with the text may be a `SharedState` between tiles of
-training instead: each tile stores only what it adds, and later tiles read the same memory.
+A state is a NamedTuple of tensors, [N, …], and of such states. One that grows with the text may be a `SharedState`
+between tiles of training instead: each tile stores only what it adds, and later tiles read the same memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,23 +66,36 @@ class SharedState:
         return [None if last.gradient is None else last.gradient.to(last.x.dtype)]
 
 
+def parts(state: Any) -> list[Any]:
+    """The tensors and shared states of a state."""
+    return [state] if isinstance(state, Tensor | SharedState) else [x for part in state for x in parts(part)]
+
+
 def mapped(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The state with each of its tensors changed."""
-    return state.map(change) if isinstance(state, SharedState) else type(state)(*map(change, state))
+    if isinstance(state, Tensor | SharedState):
+        return change(state) if isinstance(state, Tensor) else state.map(change)
+    return type(state)(*(mapped(part, change) for part in state))
 
 
 def as_leaves(state: Any, device: torch.device) -> Any:
     """The state on a device, whose tensors receive gradients."""
+    if isinstance(state, Tensor):
+        return state.to(device).detach().requires_grad_(state.is_floating_point())
     if isinstance(state, SharedState):
         return state.as_leaves(device)
-    return mapped(state, lambda x: x.to(device).detach().requires_grad_(x.is_floating_point()))
+    return type(state)(*(as_leaves(part, device) for part in state))
 
 
 def leaves(state: Any) -> list[Tensor]:
     """The tensors of a state that have gradients."""
-    return state.leaves if isinstance(state, SharedState) else [x for x in state if x.is_floating_point()]
+    of_parts = (part.leaves if isinstance(part, SharedState) else [part] for part in parts(state))
+    return [x for found in of_parts for x in found if x.is_floating_point()]
 
 
 def gradients(state: Any) -> list[Tensor | None]:
     """Those of `leaves`, of a state that `as_leaves` returned."""
-    return state.gradients if isinstance(state, SharedState) else [x.grad for x in leaves(state)]
+    found: list[Tensor | None] = []
+    for part in parts(state):
+        found += part.gradients if isinstance(part, SharedState) else [part.grad] * part.is_floating_point()
+    return found

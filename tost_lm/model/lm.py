@@ -174,7 +174,7 @@ class TostLM(nn.Module):
         return sum(p.numel() for p in self.parameters()) - positions
 
     def _check_layers(self, state: LMState) -> None:
-        mixers = [mixer_class(letter) for letter in self.config.letters]
+        mixers: Any = [block.mixer for block in self.blocks]
         fit = (
             type(layer) in (mixer.State, mixer.TileState) for layer, mixer in zip(state.layers, mixers, strict=False)
         )

@@ -1,5 +1,7 @@
 """The operations that `benchmarks.launches` counts are those that the plan takes, whatever the documents."""
 
+from typing import Any
+
 import pytest
 import torch
 from fla_core import fla_core
@@ -13,14 +15,16 @@ from tost_lm.pretrain.plan.estimate import BLOCK_LAUNCHES, COMPILED_BLOCK_LAUNCH
 from tost_lm.torch_internals import missing_compiler
 
 
-@pytest.mark.parametrize("letter", "TDA")
-def test_a_layer_launches_what_the_plan_takes(letter: str):
-    if letter == "D":
+@pytest.mark.parametrize(
+    ("letter", "settings"), [*((letter, {}) for letter in "TDA"), ("A", {"softmax": {"conv": True}})]
+)
+def test_a_layer_launches_what_the_plan_takes(letter: str, settings: dict[str, Any]):
+    if letter == "D" or settings:
         fla_core()
-    few, many = (count(letter, 4, 64, documents) for documents in (4, 40))
+    few, many = (count(letter, 4, 64, documents, settings) for documents in (4, 40))
     together = few["forward"] + few["backward"]
     assert together == many["forward"] + many["backward"]
-    shape = validate(ModelConfig, {"layers": 1, "pattern": letter, **SMALL}, "test").shape_of(letter)
+    shape = validate(ModelConfig, {"layers": 1, "pattern": letter, **SMALL, **settings}, "test").shape_of(letter)
     assert together == SPECS[letter].costs(Load(shape, 2, False, 256, 256, 256, 1, 1, True)).launches
 
 

@@ -24,7 +24,8 @@ CASES = [
     {"pattern": "A", "softmax": {"kv_heads": 1, "qk_norm": True}, "positions": "none"},
     {"pattern": "A", "softmax": {"window": 1}},
     {"pattern": "A", "softmax": {"window": ROOM_TOKENS + 7}},
-    {"pattern": "TDA", "layers": 3, "softmax": {"window": 9}},
+    {"pattern": "A", "softmax": {"conv": True}},
+    {"pattern": "TDA", "layers": 3, "softmax": {"window": 9, "conv": True}},
 ]
 
 

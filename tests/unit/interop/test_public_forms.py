@@ -351,7 +351,7 @@ def test_a_model_of_another_form_is_not_written(tmp_path: Path):
     tree = {
         "pattern": "DDDA", "layers": 4, "width": 32, "heads": 2, "vocab_size": 64, "positions": "none", "mlp": "swiglu",
         "layer_scale": 0.0, "norm": "rms", "delta": {"beta_to_two": True},
-        "softmax": {"kv_heads": 2, "qk_norm": True, "head_size": 8},
+        "softmax": {"kv_heads": 2, "qk_norm": True, "head_size": 8, "conv": True},
     }  # fmt: skip
     tokenizer = made(byte_level())
     with pytest.raises(ConfigError) as error:
@@ -359,6 +359,7 @@ def test_a_model_of_another_form_is_not_written(tmp_path: Path):
     assert str(error.value).splitlines() == [
         "model.norm_after '': OlmoHybridForCausalLM only has 'A'; this model cannot be converted",
         "model.softmax.qk_norm True: OlmoHybridForCausalLM only has 'all-heads'; this model cannot be converted",
+        "model.softmax.conv True: OlmoHybridForCausalLM only has False; this model cannot be converted",
         "model.softmax.head_size 8: OlmoHybridForCausalLM only has 16; this model cannot be converted",
     ]
     assert not (tmp_path / "new").exists()

@@ -86,7 +86,7 @@ def graphs() -> int:
     [
         pytest.param("T", {}, marks=pytest.mark.quick),
         ("TDA", {}),
-        ("A", other_forms(window=5)),
+        ("A", other_forms(window=5, conv=True)),
     ],
 )
 def test_a_block_is_one_graph_with_the_same_gradients(pattern: str, settings: dict[str, Any], rows: str):

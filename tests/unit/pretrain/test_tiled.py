@@ -71,7 +71,7 @@ OTHER_MODELS = [
     {"positions": "none", "tssa": {"denom_bias": "head"}},
     {"positions": "none", "tssa": {"denom_bias": "none"}, "bias": True},
     {"pattern": "TA", **other_forms(window=3), "heads": 4},
-    {"pattern": "DA", "softmax": {"window": 3}},
+    {"pattern": "DA", "softmax": {"window": 3, "conv": True}},
     {"pattern": "D", "delta": {"decay_per_channel": True}},
     *({"pattern": "TAA", "softmax": {"window": window}} for window in (1, 9, 40)),
 ]
@@ -83,7 +83,7 @@ OTHER_MODELS = [
     "settings",
     [
         {"pattern": "T"},
-        {"pattern": "TA"},
+        {"pattern": "TA", "softmax": {"conv": True}},
         {"pattern": "TA", "softmax": {"window": 3}},
         {"pattern": "DA", **other_forms(window=0), "heads": 4},
     ],

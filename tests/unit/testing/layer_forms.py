@@ -22,6 +22,7 @@ OTHER_FORMS: dict[str, list[dict[str, Any]]] = {
     "A": [
         {"softmax": {"window": 5, "kv_heads": 1, "qk_norm": True}},
         {"softmax": {"window": 1, "rope_theta": 0.0}},
+        {"softmax": {"conv": True, "kv_heads": 1, "gate": True}},
         other_forms(),
     ],
 }

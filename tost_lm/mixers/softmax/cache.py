@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tost_lm.mixers.layer import room_after
+from tost_lm.mixers.state import SharedState
 from tost_lm.ops.layout import to_device
 
 KeysAndValues = tuple[Tensor, Tensor]
@@ -54,6 +55,19 @@ class KeyValueSlots(NamedTuple):
         for x, new in zip(self, kv, strict=True):
             x.scatter_(2, index_NGSD, new)
         return torch.arange(slots, device=position_N1.device) <= position_N1
+
+
+class ConvolvedState(NamedTuple):
+    """The state of a layer with `softmax.conv`."""
+
+    attention: KeyValueState | KeyValueSlots | SharedState
+    taps: Tensor
+    """The last keys before the convolution, [N, CONV_TAPS − 1, G·D]; zeros before the first token."""
+
+    def with_room(self, window: int | None) -> "ConvolvedState":
+        """As that of `KeyValueSlots`."""
+        assert isinstance(self.attention, KeyValueSlots)
+        return self._replace(attention=self.attention.with_room(window))
 
 
 def append(state: KeyValueState, tokens: int, kv: KeysAndValues) -> KeysAndValues:

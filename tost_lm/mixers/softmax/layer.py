@@ -14,6 +14,7 @@ from tost_lm.mixers.layer import HeadSoftmax, TokenMixer, room_after
 from tost_lm.mixers.softmax.attention import attend, attend_one, causal_attention
 from tost_lm.mixers.softmax.balance import attend_balanced
 from tost_lm.mixers.softmax.cache import (
+    ConvolvedState,
     KeysAndValues,
     KeyValueSlots,
     KeyValueState,
@@ -23,11 +24,15 @@ from tost_lm.mixers.softmax.cache import (
     last_of_both,
 )
 from tost_lm.mixers.softmax.earlier_tiles import attend_tile
-from tost_lm.mixers.softmax.settings import SoftmaxShape, SoftmaxSizes
+from tost_lm.mixers.softmax.settings import CONV_TAPS, SoftmaxShape, SoftmaxSizes
 from tost_lm.mixers.state import SharedState
+from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.norms import ZeroCenteredRmsNorm
 from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
 from tost_lm.ops.registered import Registered
+from tost_lm.ops.short_conv import CONVOLUTION
+
+AttentionState = KeyValueState | SharedState | KeyValueSlots
 
 
 class SoftmaxMixer(TokenMixer):
@@ -45,35 +50,66 @@ class SoftmaxMixer(TokenMixer):
         self.window = shape.own.window
         self.in_proj = nn.Linear(shape.width, sizes.projected, bias=shape.bias)
         self.out_proj = nn.Linear(sizes.queries, shape.width, bias=shape.bias)
+        self.conv = None
+        if shape.own.conv:
+            self.State, self.OF_HEADS = ConvolvedState, ("conv",)
+            self.conv = nn.Parameter(torch.empty(sizes.keys, CONV_TAPS))
+            set_own_constants(self)
         self.norms_heads = shape.own.qk_norm is True
         """Whether the norms of queries and keys are those of each head, not of all of them."""
         self.q_norm, self.k_norm = _qk_norm(shape, sizes.queries), _qk_norm(shape, sizes.keys)
 
+    def initial_values(self) -> dict[str, InitialValue]:
+        if self.conv is None:
+            return {}
+        shift_EK = torch.zeros_like(self.conv, device="cpu")
+        shift_EK[:, -2] = 1  # the token before
+        return {"conv": shift_EK}
+
     def is_tile(self, state: Any, info: SequenceInfo) -> bool:
-        return not self.window and super().is_tile(state, info)
+        of_attention = state.attention if isinstance(state, ConvolvedState) else state
+        return not self.window and super().is_tile(of_attention, info)
 
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
         super().split_heads(ranks, softmax)
         self.kv_heads //= ranks
 
-    def fixed_state(self, state: KeyValueState, positions: Sequence[int]) -> KeyValueSlots:
+    def fixed_state(
+        self, state: KeyValueState | ConvolvedState, positions: Sequence[int]
+    ) -> KeyValueSlots | ConvolvedState:
+        if isinstance(state, ConvolvedState):
+            slots: Any = self.fixed_state(state.attention, positions)  # pyright: ignore[reportArgumentType]
+            return ConvolvedState(slots, state.taps.clone())
         return KeyValueSlots.of(state, positions, room_after(max(positions), self.window or None))
 
-    def forward(
-        self, x_BTC: Tensor, state: KeyValueState | SharedState | KeyValueSlots | None, info: SequenceInfo
-    ) -> tuple[Tensor, KeyValueState | SharedState | KeyValueSlots | None]:
+    def forward(self, x_BTC: Tensor, state: Any, info: SequenceInfo) -> tuple[Tensor, Any]:
         """Attend to the earlier tokens of the document (in `state`) and to these."""
-        projected_BTE, gate_BTC = self.in_proj(x_BTC), None
+        projected_BTE, gate_BTC, before = self.in_proj(x_BTC), None, None
         if self.gated:
             channels = self.head_size * self.heads
             projected_BTE, gate_BTC = projected_BTE.split([projected_BTE.shape[-1] - channels, channels], -1)
+        if isinstance(state, ConvolvedState):
+            state, before = state
+        projected_BTE, taps = self._convolved(projected_BTE, before, info)
         y_BTC, new_state = self._attend(*self.heads_of(projected_BTE, info), state, info)
+        if new_state is not None and taps is not None:
+            new_state = ConvolvedState(new_state, taps)
         return self.out_proj(y_BTC if gate_BTC is None else y_BTC * gate_BTC.sigmoid()), new_state
 
+    def _convolved(
+        self, projected_BTE: Tensor, taps_NPE: Tensor | None, info: SequenceInfo
+    ) -> tuple[Tensor, Tensor | None]:
+        """Queries, keys and values, whose keys are convolved if the layer does so, and the taps of its new state."""
+        if self.conv is None:
+            return projected_BTE, None
+        keys = self.head_size * self.kv_heads
+        q, k, v = projected_BTE.split([self.head_size * self.heads, keys, keys], -1)
+        k, *taps = CONVOLUTION(info, info.handle, [k, self.conv, taps_NPE, info.state_offsets], info.wanted_state)
+        return torch.cat([q, k, v], -1), taps[0] if taps else None
+
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | SharedState | KeyValueSlots | None,
-        info: SequenceInfo,
-    ) -> tuple[Tensor, KeyValueState | SharedState | KeyValueSlots | None]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState | None, info: SequenceInfo
+    ) -> tuple[Tensor, AttentionState | None]:
         """The output of all heads, [B, T, H·D], and the new state."""
         if self.is_tile(state, info):
             y_BHTD, tiles = attend_tile(q, k, v, state, info)  # pyright: ignore[reportArgumentType]

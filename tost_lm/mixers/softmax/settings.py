@@ -7,6 +7,9 @@ from pydantic import Field
 from tost_lm.config import Section
 from tost_lm.mixers.shape import MixerShape
 
+CONV_TAPS = 4
+"""Tokens that the convolution of the keys reads."""
+
 
 class SoftmaxSettings(Section):
     """Settings of A layers, `[model.softmax]`."""
@@ -17,6 +20,8 @@ class SoftmaxSettings(Section):
     """Heads of keys and values (grouped-query attention), a divisor of model.heads; without it model.heads. Keys and values in memory and between sequence ranks shrink by the same factor."""
     qk_norm: bool | Literal["all-heads"] = False
     """RMSNorm of the queries and keys before the rotary embedding, which bounds the scores. true: of each head; all heads of a layer share its two scales. `all-heads`: over the channels of all heads, as in OLMo models; tensor ranks cannot split it."""
+    conv: bool = False
+    """Keys pass through a causal convolution of 4 tokens, which begins as a shift by one token, before norm and rotary embedding: a token that meets an equal one attends to what followed that."""
     gate: bool = False
     """A gate for each channel of the output, the sigmoid of a projection of the layer's input (arXiv 2505.06708)."""
     rope_theta: float = Field(default=10000.0, ge=0)

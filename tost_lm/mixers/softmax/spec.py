@@ -11,13 +11,16 @@ projection adds 1, and `model.softmax.gate` 3: its input beside v, the gate and 
 norm, and 4 bytes for each of their heads, or for all heads of each. With several sequence ranks and a window of w
 tokens it stores k and v of the last w − 1 of each rank, and of its own. Attention also stores 4·H.
 
+With `model.softmax.conv` it also stores the input of the convolution, with 3 tokens before each row, which are part of
+the state, but not the gate's. Sequence ranks gather the map of these tokens, as in delta layers.
+
 A state has the keys and values of a window; without one, each tile adds those of its tokens to the states after it.
 Without a window, sequence ranks exchange tokens for heads and back: queries, keys and values, of which several ranks
 may have copies, and outputs. A rank stores what it received, and the output of its heads. With a window, they gather
 keys and values of the last w − 1 tokens of each rank. Recomputation keeps what was received.
 """
 
-from tost_lm.mixers.softmax.settings import SoftmaxShape, SoftmaxSizes, head_groups
+from tost_lm.mixers.softmax.settings import CONV_TAPS, SoftmaxShape, SoftmaxSizes, head_groups
 from tost_lm.mixers.spec import NO_FLOPS, Costs, Flops, Load, MixerSpec, Numbers, gathered_tokens
 from tost_lm.ops.rotary import Rotary
 
@@ -77,12 +80,12 @@ class SoftmaxSpec(MixerSpec):
         return None
 
     def numbers(self, shape: SoftmaxShape) -> Numbers:
-        """Beside the projections the scales of the norms of queries and keys."""
+        """Beside the projections the convolution, and the scales of the norms of queries and keys."""
         sizes = SoftmaxSizes.of(shape)
         if not shape.own.qk_norm:
-            return Numbers(sizes.projected, sizes.queries)
+            return Numbers(sizes.projected, sizes.queries, _split(shape))
         scales = (sizes.queries, sizes.keys) if shape.own.qk_norm == "all-heads" else (sizes.head, sizes.head)
-        return Numbers(sizes.projected, sizes.queries, replicated=tuple((size,) for size in scales))
+        return Numbers(sizes.projected, sizes.queries, _split(shape), tuple((size,) for size in scales))
 
     def flops(self, shape: SoftmaxShape, tokens: int) -> tuple[Flops, Flops]:
         window = min(shape.own.window or tokens, tokens)
@@ -91,26 +94,43 @@ class SoftmaxSpec(MixerSpec):
 
     def costs(self, load: Load) -> Costs:
         sizes, e, window = SoftmaxSizes.of(load.shape), load.element_bytes, load.shape.own.window
-        if copies := _copies(load):
-            dealt = e * (2 * sizes.queries + 2 * copies * sizes.keys)
-            return Costs(
-                launches=31,
-                attention_rate=_attention_rate(sizes),
-                stored=_stored_bytes(sizes, load, copies),
-                state=2 * e * copies * sizes.keys * load.tokens_here,
-                received=dealt / load.tensor,
-                dealt=dealt,
-            )
+        copies = _copies(load)
         # Gathered tokens for each of a rank's own.
         relative = load.sequence * gathered_tokens(window, load.tokens_here) / load.tokens_here if window else 0.0
-        return Costs(
+        dealt = e * (2 * sizes.queries + 2 * copies * sizes.keys) if copies else 0.0
+        gathered = 2 * sizes.keys * relative * e if load.sequence > 1 else 0.0
+        found = Costs(
             launches=31,
             attention_rate=_attention_rate(sizes),
-            stored=_stored_bytes(sizes, load, relative),
-            state=2 * e * sizes.keys * (window - 1 if window else load.tokens_here),
-            received=2 * sizes.keys * relative * e / load.tensor if load.sequence > 1 else 0.0,
+            stored=_stored_bytes(sizes, load, copies or relative),
+            state=2 * e * (copies or 1) * sizes.keys * (window - 1 if window else load.tokens_here),
+            received=(dealt or gathered) / load.tensor,
+            dealt=dealt,
             gathered_channels=2 * sizes.keys if window else 0,
         )
+        return _with_convolution(found, sizes, load) if load.shape.own.conv else found
+
+
+def _split(shape: SoftmaxShape) -> tuple[tuple[int, ...], ...]:
+    """The shape of the convolution."""
+    return ((SoftmaxSizes.of(shape).keys, CONV_TAPS),) if shape.own.conv else ()
+
+
+def _with_convolution(costs: Costs, sizes: SoftmaxSizes, load: Load) -> Costs:
+    taps = load.element_bytes * sizes.keys * (CONV_TAPS - 1)
+    shift = load.tensor * load.element_bytes * (CONV_TAPS - 1) ** 2
+    maps, none = (shift + taps, taps), (0.0, 0.0)  # of the tokens; gradients of states
+    exchanged, grouped = (maps, none) if load.gathers else (none, maps)
+    return costs._replace(
+        launches=costs.launches + 7,
+        stored=costs.stored + load.element_bytes * sizes.keys + taps / load.tokens_here,
+        state=costs.state + taps,
+        received=costs.received + load.received(exchanged[0], grouped[0]),
+        exchanged=exchanged,
+        exchanges=1,
+        grouped=grouped,
+        summed=taps,
+    )
 
 
 def _copies(load: Load) -> float:
@@ -124,17 +144,17 @@ def _copies(load: Load) -> float:
 
 def _stored_bytes(sizes: SoftmaxSizes, load: Load, relative: float) -> float:
     shape, e, (_, C, kv, gate) = load.shape, load.element_bytes, sizes
-    read = C + kv  # queries and keys
+    read, beside = C + kv, 0 if shape.own.conv else gate  # queries and keys; the gate in the memory of the values
     changed = shape.own.rope_theta or shape.own.qk_norm
     if _copies(load):
         # Queries and output of the rank's heads, which it received and will send.
-        attention = 2 * C + 2 * relative * kv + (C + 2 * kv + gate if shape.own.qk_norm else 0)
+        attention = 2 * C + 2 * relative * kv + (C + 2 * kv + beside if shape.own.qk_norm else 0)
     elif load.sequence > 1:
-        kept = C + 2 * kv + gate if shape.own.qk_norm or not shape.own.rope_theta else 0
+        kept = C + 2 * kv + beside if shape.own.qk_norm or not shape.own.rope_theta else 0
         attention = (C if changed else 0) + kept + 2 * (relative + 1) * kv  # keys and values, and a copy
     else:
         # Without a window, the kernel stores its output in the order of q's memory, the projection a copy of it.
-        attention = C + 2 * kv + gate + (read if changed else 0) + (C if changed and not shape.own.window else 0)
+        attention = C + 2 * kv + beside + (read if changed else 0) + (C if changed and not shape.own.window else 0)
     norms = 2 if shape.own.qk_norm == "all-heads" else read * shape.heads / C
     normed = 4 * norms + _norm_bytes(load) * read if shape.own.qk_norm else 0
     return e * (C + attention + 2 * gate) + 4 * shape.heads + normed

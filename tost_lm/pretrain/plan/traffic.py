@@ -213,8 +213,8 @@ def sent_again(config: PlanConfig, *, shares_tiles: bool = False) -> bool:
 
 
 def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
-    """Statistics and states of mixers, in two exchanges a layer and pass for any length; tokens that are exchanged for
-    heads, or gathered keys and values (with a window of a shard's last tokens).
+    """Statistics and states of mixers, in one or two exchanges a layer and pass for any length; tokens that are
+    exchanged for heads, or gathered keys and values (with a window of a shard's last tokens).
 
     The forward sends all again for tiles that are computed twice. In all-to-alls, a rank sends its row in one, and the
     results for other ranks in a second one. Maps of states are gathered in groups instead, then between groups.
@@ -233,12 +233,12 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     for layers, costs, _ in used:
         forward, backward = costs.exchanged
         if forward:
-            calls += 2 * k * layers * (passes + backwards)
+            calls += costs.exchanges * k * layers * (passes + backwards)
             statistics += k * rows * layers * (passes * forward + backwards * backward) / tensor
         # States between tiles: forward, again in the second forward, and backward.
         if costs.summed:
             times = (tiles(config) - 1) * (3 + again) * k * layers
-            summed += times * (2 if costs.grouped[0] else 1)  # of the convolution and of the maps
+            summed += times * (costs.exchanges if costs.grouped[0] else 1)
             row += rows * times * costs.summed / tensor
     if loads[0].gathers:
         yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
@@ -249,7 +249,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         yield Collectives("states after tiles", "all-to-all", 2 * summed, 2 * row, ranks, tensor)
     for layers, costs, _ in used:
         forward, backward = costs.grouped
-        calls = 4 * k * layers * (passes + backwards) if forward else 0  # at two levels, of convolution and state
+        calls = 2 * costs.exchanges * k * layers * (passes + backwards) if forward else 0  # at two levels
         sent = rows * k * layers * (passes * forward + backwards * backward) / tensor * rows_of_groups(ranks)
         yield Collectives("maps of states", "all-to-all", calls, sent, ranks, tensor)
     for layers, costs, kept in used:

@@ -33,6 +33,7 @@ DTYPES: dict[str, tuple[torch.dtype, int]] = {"float32": (torch.float32, 4), "bf
         {"pattern": "A", "softmax": {"kv_heads": 2, "gate": True, "head_size": 80, "rotary_fraction": 0.25}},
         {"pattern": "A", "norm": "rms-zero-centered", "softmax": {"gate": True, "qk_norm": True, "window": 100}},
         {"pattern": "A", "softmax": {"gate": True, "rope_theta": 0.0}},
+        {"pattern": "A", "softmax": {"conv": True, "kv_heads": 2, "qk_norm": True}},
         {"pattern": "A", "norm": "rms", "norm_after": "A", "softmax": {"kv_heads": 2, "qk_norm": "all-heads"}},
         {"pattern": "D", "norm_after": "D", "mlp": "swiglu", "mlp_hidden": 72, "layer_scale": 0.0},
     ],
