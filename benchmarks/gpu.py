@@ -196,8 +196,9 @@ def demo(device: str) -> Cells:
     """The first commands of `make demo`, as a reader types them: shards, training, resume, evaluation, a text."""
     commands = re.findall(r"^\t\$\(BIN\)/tost (.+)$", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)
     for words in takewhile(lambda words: words[0] != "report", map(shlex.split, commands)):
-        small = ["run.device=cpu", "train.steps=2"] if device == "cpu" and words[0] == "train" else []
-        cell = run(shlex.join(["tost", *words]), [*TOST, *words, *small])
+        more = ["run.device=cpu", "train.steps=2"] if device == "cpu" and words[0] == "train" else []
+        more += [] if words[0] != "train" or find_spec("wandb") else ["run.loggers=[]"]
+        cell = run(shlex.join(["tost", *words]), [*TOST, *words, *more])
         yield cell
         if "failed" in cell:
             return
