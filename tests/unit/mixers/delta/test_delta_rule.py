@@ -125,22 +125,6 @@ def test_chunks_equal_the_formula(call: Call):
     assert_equal(results(in_chunks, inputs, call.local), results(naive, inputs, call.local))
 
 
-def test_the_reference_is_the_published_recurrence():
-    """With its matrices written out."""
-    call = Call((9,), h=1, G=2, K=4, V=3)
-    query, key, value, log_decay, beta, state = (x[0].detach() for x in call.inputs())
-    y, final = naive(*(x.detach() for x in call.inputs()), local=call.local)
-    for head in range(2):
-        S = state[head]
-        for t in range(9):
-            k, b = key[t, 0], beta[t, head]
-            S = log_decay[t, head].exp() * (torch.eye(4) - b * torch.outer(k, k)) @ S + b * torch.outer(
-                k, value[t, head]
-            )
-            torch.testing.assert_close(y[0, t, head], S.T @ query[t, 0])
-        torch.testing.assert_close(final[0, head], S)
-
-
 @pytest.mark.parametrize(("tokens", "elements", "chunks"), [(1, 1, 1), (4, 1, 3), (16, 1 << 20, 4), (64, 1 << 20, 1)])
 def test_sizes_of_chunks_and_groups_change_nothing(
     tokens: int, elements: int, chunks: int, monkeypatch: pytest.MonkeyPatch

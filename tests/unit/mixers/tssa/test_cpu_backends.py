@@ -51,6 +51,7 @@ def test_bfloat16_adds_one_rounding_of_y_and_dw():
         error, rounding = (x.double() - truth[name] for x in (found[name], truth[name].bfloat16()))
         assert error.norm() <= 1.5 * rounding.norm()
     for name in ("energy", "weighted_energy", "mass", "d_temp", "d_bias"):
+        assert found[name].dtype == torch.float32
         assert_as_accurate(found[name], reference[name], truth[name], name)
 
 
