@@ -13,11 +13,8 @@ LATER, STATE, SINGLE, DOCUMENTS, TILES, RANKS, SLOPES, WINDOW, NAN = EQUALITIES
 FOUND_BY: dict[Mutation, set[str]] = {
     "later token visible": {LATER, STATE, SINGLE, TILES, NAN},
     "sum leaks across documents": {DOCUMENTS, TILES, NAN},
-    "convolution reaches across documents": {DOCUMENTS, TILES, NAN},
     "convolution starts again at a cut": {STATE, SINGLE, TILES},
-    "window of the state too short": {STATE, SINGLE, TILES},
     "window too long": {WINDOW},
-    "final state detached": {STATE, SINGLE, TILES, SLOPES},
     "gradient of the initial state too large": {STATE, SINGLE, TILES, SLOPES},
     "gradient of the decay too large": {SLOPES},
     "NaN spread by a triangular product": {NAN},

@@ -23,11 +23,8 @@ CHANNELS, KERNEL, WINDOW = 4, 3, 4
 Mutation = Literal[
     "later token visible",
     "sum leaks across documents",
-    "convolution reaches across documents",
     "convolution starts again at a cut",
-    "window of the state too short",
     "window too long",
-    "final state detached",
     "gradient of the initial state too large",
     "gradient of the decay too large",
     "NaN spread by a triangular product",
@@ -111,8 +108,6 @@ class ToyMixer(TokenMixer):
             row = state.row(n)
             if n and self.mutation == "sum leaks across documents":
                 row = row._replace(sum=row.sum + results[-1][1].sum)
-            if n and self.mutation == "convolution reaches across documents":
-                row = row._replace(inputs=row.inputs + results[-1][1].inputs)
             results.append(self.mix(x_BTC[:, start:end], row))
         ys, finals = zip(*results, strict=True)
         return torch.cat(ys, 1), ToyState(*map(torch.cat, zip(*finals, strict=True)))
@@ -133,12 +128,7 @@ class ToyMixer(TokenMixer):
         if self.decays:
             sums_BTC = self.decayed_sums(u_BTC, before)
             y_BTC, before = y_BTC + sums_BTC, sums_BTC[:, -1]
-        kept = recent[:, -(self.window - 1) :]
-        if self.mutation == "window of the state too short":
-            kept = kept * (torch.arange(self.window - 1) > 0)[:, None]
-        if self.mutation == "final state detached":
-            before = before.detach()
-        return y_BTC, ToyState(inputs[:, -(KERNEL - 1) :], before, kept, state.tokens + T)
+        return y_BTC, ToyState(inputs[:, -(KERNEL - 1) :], before, recent[:, -(self.window - 1) :], state.tokens + T)
 
     def attend(self, u_BTC: Tensor, recent_BSC: Tensor, count_B: Tensor) -> Tensor:
         """Each token is multiplied with its own window only, so that a NaN stays there."""
