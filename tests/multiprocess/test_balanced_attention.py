@@ -1,66 +1,23 @@
-"""Sequence ranks that split heads of softmax attention, or share them and split queries by their work, compute what one
-process computes, and have equal work."""
+"""Sequence ranks that split heads of softmax attention, or share them and split queries by their work, have equal work.
+
+What they compute is compared with one process in test_tiled_on_ranks.py.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from test_exactness import OFFSETS, loss_and_gradients, mesh_of, packed_batch
 from torch import Tensor
-from training_on_layouts import T, build_model, exact_gradients
 
-from tost_lm.data.prefetch import MicroBatch
 from tost_lm.mixers.shape import MixerShape
 from tost_lm.mixers.softmax import layer
 from tost_lm.mixers.softmax.attention import Documents
 from tost_lm.mixers.softmax.cache import KeysAndValues
 from tost_lm.mixers.softmax.layer import SoftmaxMixer
 from tost_lm.mixers.softmax.settings import SoftmaxSettings
-from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.layout import Dealt, SequenceSplit
 from tost_lm.ops.positions import SequenceInfo
-from tost_lm.parallel.apply import parallelize
-from tost_lm.pretrain.tiled import TiledLM, tile
-from tost_lm.testing import assert_close, run_on_ranks
-
-HEADS = [(4, 2), (2, 1), (6, 2), (3, 3)]
-"""Of queries and of keys: on 4 ranks 4 groups of heads; 2, whose two ranks share queries; 2; 1."""
-ROWS = [(None, None), (7, OFFSETS[1]), (None, OFFSETS[0]), (7, None), (9, OFFSETS[2])]
-"""Tokens of a tile, and packed documents."""
-CASES = [(heads, *row) for n, heads in enumerate(HEADS) for row in (ROWS[1:2] if n == 2 else ROWS)]
-
-
-def drawn_model(heads: tuple[int, int]) -> TiledLM:
-    softmax = {"kv_heads": heads[1], "qk_norm": "all-heads", "gate": True, "head_size": 4, "conv": True}
-    return build_model(pattern="DA", layers=2, heads=heads[0], width=12, positions="none", softmax=softmax).double()
-
-
-def balanced_on_ranks(sequence: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    mesh, (tokens, labels) = mesh_of(1, sequence), packed_batch()
-    found = []
-    for heads, tile_tokens, offsets in CASES:
-        model, tiling = parallelize(drawn_model(heads), mesh), tile(mesh, T, tile_tokens or T)
-        here = torch.cat([torch.arange(*one.columns) for one in tiling.tiles])
-        batch = MicroBatch(tokens[:, here], labels[:, here], torch.tensor(offsets) if offsets else None)
-        found.append(exact_gradients(model, mesh, [batch], tiling, (labels != IGNORED_LABEL).sum()))
-    return found
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_float64(ranks: int):
-    tokens, labels = packed_batch()
-    found = run_on_ranks(balanced_on_ranks, ranks, ranks)
-    for at, (heads, tile_tokens, offsets) in enumerate(CASES):
-        cu_seqlens = offsets and torch.tensor(offsets)
-        true_loss, true = loss_and_gradients(drawn_model(heads), tokens, labels, cu_seqlens=cu_seqlens)
-        for record in found:
-            loss, gradients = record[at]
-            assert_close(loss, true_loss, 1e-10, f"loss of {heads}, {tile_tokens}, {offsets}")
-            assert gradients.keys() == true.keys()
-            for name, gradient in true.items():
-                assert_close(gradients[name], gradient, 1e-10, f"{name} of {heads}, {tile_tokens}, {offsets}")
-
 
 ROW, CHANNELS = 8192, 2
 LOGNORMAL = np.random.default_rng(0).lognormal(6, 1.5, 100).astype(int) + 1

@@ -10,14 +10,14 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.interface import decode_ids
 from tost_lm.errors import CheckpointError, ConfigError, TostError
 from tost_lm.inference.decoding import decoder
 from tost_lm.model import LMOutput, LMState, ModelConfig
-from tost_lm.model.streaming import TILE_TOKENS, in_tiles, prefill
+from tost_lm.model.streaming import TILE_TOKENS, StreamingModel, in_tiles, prefill
 
 
 class ForeignFacts(NamedTuple):
@@ -37,7 +37,7 @@ ModelFacts = ModelConfig | ForeignFacts
 """Facts about a model beside its weights."""
 
 
-class LanguageModel(Protocol):
+class LanguageModel(StreamingModel, Protocol):
     """A model in evaluation mode. All ranks of one copy of the model call it with the same arguments."""
 
     name: str
@@ -45,12 +45,6 @@ class LanguageModel(Protocol):
 
     @property
     def config(self) -> ModelFacts: ...
-
-    def __call__(self, tokens_BT: Tensor, labels: Tensor | None = None, state: LMState | None = None) -> LMOutput:
-        """Arguments and results of `TostLM`, but with labels there may be no state."""
-        ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 Choose = Callable[[Tensor], Tensor]

@@ -49,31 +49,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-base": {"pattern": "A", **_BASE, "layer_scale": 0.0, "softmax": {"rope_theta": 0.0}},
     "gpt2-base-layerscale": {"pattern": "A", **_BASE, "softmax": {"rope_theta": 0.0}},
 }  # fmt: skip
-Preset = Literal[
-    "tost-base", "tost-medium", "tost-large", "delta-350m", "delta-1b", "delta-3b", "qwen3.5-4b", "qwen3.5-9b",
-    "qwen3.5-27b", "gpt2-base", "gpt2-base-layerscale",
-]  # fmt: skip
-
 
 MAX_LAYERS = 10_000
 """Far above any model; a larger number is a mistake that would take minutes of building."""
 
 
-def check_blocks(layers: int, heads: int, width: int, pattern: str, *, split: bool = True) -> None:
-    """Raises ValueError if heads cannot share the channels (where they do: `split`), or layers are not whole patterns."""
-    if split and width % heads:
-        raise ValueError(f"model.width {width} is not divisible by model.heads {heads}; change one of them")
-    if layers % len(pattern):
-        raise ValueError(
-            f"model.layers {layers} is not a multiple of the {len(pattern)} letters of model.pattern {pattern!r}; "
-            "change one of them"
-        )
-
-
 class ModelShape(Section):
     """The settings of a model that all its parts share."""
 
-    preset: Preset | None = None
+    preset: Literal[tuple(PRESETS)] | None = None  # pyright: ignore[reportInvalidTypeForm]
     """Sets pattern, layers, heads, width, layer_scale, positions and softmax.rope_theta: published values for the tost and gpt2 presets. In a delta preset every fourth layer is softmax attention to all earlier tokens, and the other layers are the gated delta rule; it also sets norm, mlp, tied_head and, of softmax, kv_heads, qk_norm, gate and rotary_fraction as Qwen3.5 has them, in heads of 128 channels, and does not limit the sequence length. A qwen3.5 preset sets all that the text part of the public model has. Settings that are given explicitly override the preset."""
     plugins: list[Path] = Field(default_factory=list)
     """Python files with token mixers of your own, which are run: see docs/tutorials/own_mixer.md."""
@@ -219,8 +203,16 @@ class ModelConfig(MixerSettings, ModelShape):
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> "ModelConfig":
-        split = any(spec.splits_width(shape) for spec, shape in self.mixers)
-        check_blocks(self.layers, self.heads, self.width, self.pattern, split=split)
+        splits_width = any(spec.splits_width(shape) for spec, shape in self.mixers)
+        if splits_width and self.width % self.heads:
+            raise ValueError(
+                f"model.width {self.width} is not divisible by model.heads {self.heads}; change one of them"
+            )
+        if self.layers % len(self.pattern):
+            raise ValueError(
+                f"model.layers {self.layers} is not a multiple of the {len(self.pattern)} letters of model.pattern "
+                f"{self.pattern!r}; change one of them"
+            )
         if strange := unknown_letters(self.norm_after):
             raise ValueError(
                 f"model.norm_after {self.norm_after!r}: no mixer has the letter {min(strange)}; leave it out"

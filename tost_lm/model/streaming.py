@@ -23,7 +23,9 @@ Tokens: TypeAlias = Tensor | np.ndarray | Iterable[int | Tensor | np.ndarray]
 class StreamingModel(Protocol):
     """A model that is called as `TostLM` is."""
 
-    def __call__(self, tokens_BT: Tensor, labels: Tensor | None = None, state: LMState | None = None) -> LMOutput: ...
+    def __call__(self, tokens_BT: Tensor, labels: Tensor | None = None, state: LMState | None = None) -> LMOutput:
+        """Arguments and results of `TostLM`, but with labels there may be no state."""
+        ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 

@@ -11,14 +11,13 @@ is a document. X below is their number; N documents, n of them with tokens on th
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from tost_lm.ops.layout import LocalDocuments, SequenceShard, int64_tensor
+from tost_lm.ops.layout import LocalDocuments, SequenceShard, documents_begin, int64_tensor
 from tost_lm.ops.precision import running_dtype
 
 
@@ -166,11 +165,8 @@ def _final_states(shard: SequenceShard, local: LocalDocuments, final_n: Tensor) 
 
 def _starts(local: LocalDocuments, shard: SequenceShard) -> tuple[bool, ...]:
     """Whether the X documents of each rank begin on it."""
-    ends = [0, *accumulate(shard.split.lengths)]
-    if not local.packed:
-        return tuple(start == 0 for start in ends[:-1])
-    offsets = [0, *accumulate(local.whole_lengths)]
-    return tuple(any(start <= x < end for x in offsets[:-1]) for start, end in pairwise(ends))
+    lengths = local.whole_lengths
+    return documents_begin(shard.split.lengths, lengths if local.packed else lengths[:1])
 
 
 def _position(shard: SequenceShard) -> tuple[range, int, int]:

@@ -69,7 +69,6 @@ def linear_cross_entropy(
     labels_M: Tensor,
     *,
     shard: VocabularyShard | None = None,
-    logits_bytes: int | None = None,
     z_loss: float = 0.0,
 ) -> CrossEntropy:
     """−log softmax(x·Wᵀ) at each label, in float32 (float64 for float64 inputs).
@@ -82,17 +81,14 @@ def linear_cross_entropy(
         labels_M: int64; −100 is not counted.
         shard: the vocabulary is split over ranks. Labels are ids of the whole vocabulary, and x is the same on all
             ranks. The gradient of x covers this rank's entries only: sum it over ranks.
-        logits_bytes: budget of a tile's logits, exceeded only if one token needs more (without gradients on a CPU: one
-            vocabulary entry). None: LOGITS_BYTES or DEVICE_LOGITS_BYTES, or less where that is faster.
         z_loss: coefficient of the squared log-sum-exp of each counted token, which `total` includes with gradients.
     """
     needs_gradient = torch.is_grad_enabled() and (x_MC.requires_grad or weight_VC.requires_grad)
     if needs_gradient:
-        logits_bytes = logits_bytes or _budget(x_MC)
-        total, nats_M, z = _LinearCrossEntropy.apply(x_MC, weight_VC, labels_M, shard, logits_bytes, z_loss)  # pyright: ignore[reportGeneralTypeIssues]
+        total, nats_M, z = _LinearCrossEntropy.apply(x_MC, weight_VC, labels_M, shard, z_loss)  # pyright: ignore[reportGeneralTypeIssues]
         return CrossEntropy(total, nats_M, None, z)
     counted_M = labels_M != IGNORED_LABEL
-    scored = _score(x_MC[counted_M], weight_VC, labels_M[counted_M], shard, logits_bytes)
+    scored = _score(x_MC[counted_M], weight_VC, labels_M[counted_M], shard)
     nats_M, is_top_M = (torch.zeros_like(labels_M, dtype=x.dtype).masked_scatter_(counted_M, x) for x in scored)
     return CrossEntropy(nats_M.sum(), nats_M, is_top_M, nats_M.new_zeros(()))
 
@@ -105,8 +101,9 @@ def logit_tile_tokens(
     return max(1, logits_bytes // (vocab_size * (dtype.itemsize + copies)))
 
 
-def _budget(x: Tensor) -> int:
-    return LOGITS_BYTES if x.is_cpu else DEVICE_LOGITS_BYTES
+def _tile_tokens(x: Tensor, vocab_size: int) -> int:
+    budget = LOGITS_BYTES if x.is_cpu else DEVICE_LOGITS_BYTES
+    return logit_tile_tokens(vocab_size, x.dtype, budget, in_place=bool(_kernels(x)))
 
 
 _obstacle = partial(obstacle_to_kernels, dtypes=LOW_PRECISION, package="triton")
@@ -121,11 +118,11 @@ def _kernels(x: Tensor) -> ModuleType | None:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_MC, weight_VC: Tensor, labels_M: Tensor, shard: VocabularyShard | None, logits_bytes, z_loss):
+    def forward(ctx, x_MC, weight_VC: Tensor, labels_M: Tensor, shard: VocabularyShard | None, z_loss):
         dtype = statistics_dtype(x_MC)
         gradients = torch.empty_like(x_MC), torch.zeros_like(weight_VC, dtype=dtype)
         nats_M, log_sum_M = (torch.empty_like(labels_M, dtype=dtype) for _ in range(2))
-        tokens = logit_tile_tokens(len(weight_VC), x_MC.dtype, logits_bytes, in_place=bool(_kernels(x_MC)))
+        tokens = _tile_tokens(x_MC, len(weight_VC))
         for start in range(0, len(x_MC), tokens):
             tile = slice(start, start + tokens)
             nats_M[tile], log_sum_M[tile] = _loss_of_tile(x_MC, weight_VC, labels_M, tile, shard, gradients, z_loss)
@@ -140,20 +137,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("one backward has used up the gradients of linear_cross_entropy; compute the loss again")
         gradients, ctx.gradients = ctx.gradients, None
-        return *(d.mul_(d_sum).to(dtype) for d, dtype in zip(gradients, ctx.dtypes, strict=True)), *[None] * 4
+        return *(d.mul_(d_sum).to(dtype) for d, dtype in zip(gradients, ctx.dtypes, strict=True)), *[None] * 3
 
 
-def _score(
-    x_MC: Tensor, weight_VC: Tensor, labels_M: Tensor, shard: VocabularyShard | None, logits_bytes: int | None
-) -> tuple[Tensor, Tensor]:
+def _score(x_MC: Tensor, weight_VC: Tensor, labels_M: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor]:
     """Nats, and whether the label has the largest logit; all labels are counted."""
-    in_place, V = bool(_kernels(x_MC)), len(weight_VC)
-    if x_MC.is_cpu and not in_place:
+    tokens, entries = _tile_tokens(x_MC, len(weight_VC)), len(weight_VC)
+    if x_MC.is_cpu and not _kernels(x_MC):
         tokens = min(CPU_SCORED_TOKENS, max(1, len(x_MC)))
-        entries = logit_tile_tokens(tokens, x_MC.dtype, logits_bytes or CPU_SCORED_BYTES)
-    else:
-        tokens = logit_tile_tokens(V, x_MC.dtype, logits_bytes or _budget(x_MC), in_place=in_place)
-        entries = V
+        entries = logit_tile_tokens(tokens, x_MC.dtype, CPU_SCORED_BYTES)
     nats_M = torch.empty_like(labels_M, dtype=statistics_dtype(x_MC))
     is_top_M = torch.empty_like(labels_M, dtype=torch.bool)
     for start in range(0, len(x_MC), tokens):

@@ -4,12 +4,12 @@ Ranks sum rows of statistics column by column, so that each rank may do so in so
 documents, n of them with tokens on this rank, R ranks, C columns.
 """
 
-from itertools import accumulate
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from tost_lm.ops.layout import LocalDocuments, SequenceShard, cached_on_device, to_device
+from tost_lm.ops.layout import LocalDocuments, SequenceShard, documents_begin
 
 
 def exclusive_scan(
@@ -37,52 +37,33 @@ def exclusive_scan(
     lengths, documents = (x[::-1] if reverse else x for x in (shard.split.lengths, local.whole_lengths))
     one_row = local.packed and not per_document
     if one_row:
-        row_n, first_R1 = here_n[:1] if reverse else here_n[-1:], _first_ranks(lengths, documents, here_n.device)
+        row_n = here_n[:1] if reverse else here_n[-1:]
+        starts = [rank for rank, begins in enumerate(documents_begin(lengths, documents)) if begins]
     else:
-        row_n, first_R1 = here_n.new_zeros(len(documents), *here_n.shape[1:]), None
+        row_n, starts = here_n.new_zeros(len(documents), *here_n.shape[1:]), [0]
         row_n[local.documents] = here_n
 
     def scan(row_Rn: Tensor) -> Tensor:
         """The sums before each rank, with `per_document` also those over all ranks: [R, 1 or 2, n, c]."""
-        sum_R1n = _prefix_sums(row_Rn.flip(0) if reverse else row_Rn, first_R1)
-        sum_Rn = sum_R1n[:-1].flip(0) if reverse else sum_R1n[:-1]
-        return torch.stack([sum_Rn, sum_R1n[-1:].expand_as(sum_Rn)] if per_document else [sum_Rn], 1)
+        parts = (row_Rn.flip(0) if reverse else row_Rn).split([b - a for a, b in pairwise([*starts, len(row_Rn)])])
+        up_to_Rn = torch.cat([_prefix_sums(part_rn) for part_rn in parts])
+        before_Rn = torch.cat([torch.zeros_like(up_to_Rn[:1]), up_to_Rn[:-1]])
+        before_Rn = before_Rn.flip(0) if reverse else before_Rn
+        return torch.stack([before_Rn, up_to_Rn[-1:].expand_as(before_Rn)] if per_document else [before_Rn], 1)
 
     sum_n, *total = shard.exchange_rows(row_n, scan)
     if not one_row:
         return sum_n[local.documents], total[0] if total else None
     outside_n = torch.zeros_like(here_n)
-    outside_n[-1 if reverse else 0] = sum_n[0]
+    if local.after[-1] if reverse else local.before[0]:
+        outside_n[-1 if reverse else 0] = sum_n[0]
     return outside_n, None
 
 
-def _prefix_sums(row_Rn: Tensor, first_R1: Tensor | None) -> Tensor:
-    """The sum over earlier ranks at each border of ranks, [R + 1, n, c]: border r is before rank r.
-
-    It takes ⌈log₂ R⌉ steps. Each adds to a border's sum the one `distance` borders before.
-
-    Args:
-        first_R1: the first rank that counts at each border; None: all count.
-    """
-
-    def counted(sum_Rn: Tensor, distance: int) -> Tensor:
-        """0 where the document at a border does not reach `distance` borders back."""
-        if first_R1 is None:
-            return sum_Rn
-        reaches_R = torch.arange(len(sum_Rn), device=sum_Rn.device) > first_R1[distance:]
-        return sum_Rn.where(reaches_R.view(-1, *[1] * (sum_Rn.dim() - 1)), 0)
-
-    sum_R1n = counted(torch.cat([torch.zeros_like(row_Rn[:1]), row_Rn]), 0)
+def _prefix_sums(row_Rn: Tensor) -> Tensor:
+    """The sum of the rows up to each, in ⌈log₂ R⌉ steps. Each adds to a row's sum the one `distance` rows before."""
     distance = 1
     while distance < len(row_Rn):
-        sum_R1n = torch.cat([sum_R1n[:distance], sum_R1n[distance:] + counted(sum_R1n[:-distance], distance)])
+        row_Rn = torch.cat([row_Rn[:distance], row_Rn[distance:] + row_Rn[:-distance]])
         distance *= 2
-    return sum_R1n
-
-
-@cached_on_device(maxsize=32)
-def _first_ranks(lengths: tuple[int, ...], documents: tuple[int, ...], device: torch.device) -> Tensor:
-    """The rank with the first token of the document that continues or starts at each border of ranks, [R + 1]."""
-    border_R1, start_N1 = (torch.tensor((0, *accumulate(x))) for x in (lengths, documents))
-    start_R1 = start_N1[torch.searchsorted(start_N1, border_R1, right=True) - 1]
-    return to_device(torch.searchsorted(border_R1, start_R1, right=True) - 1, device)
+    return row_Rn

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, wraps
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -226,6 +226,17 @@ def _packed(offsets: tuple[int, ...], B: int, split: SequenceSplit) -> LocalDocu
         before=(split.start - offsets[first], *(0 for _ in inner)),
         whole_lengths=tuple(end - start for start, end in pairwise(offsets)),
     )
+
+
+def documents_begin(lengths: tuple[int, ...], documents: tuple[int, ...]) -> tuple[bool, ...]:
+    """Whether a document begins on each rank of a sequence: then its last one does, which the next rank continues.
+
+    Args:
+        lengths: tokens of each rank.
+        documents: tokens of each document.
+    """
+    borders, starts = [0, *accumulate(lengths)], [0, *accumulate(documents)][:-1]
+    return tuple(any(first <= start < end for start in starts) for first, end in pairwise(borders))
 
 
 @dataclass(frozen=True)

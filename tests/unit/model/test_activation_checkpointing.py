@@ -1,14 +1,11 @@
-"""Blocks and portions of MLPs that the backward computes again: the same numbers, and how much less is held."""
+"""Blocks and portions of MLPs that the backward computes again: the same numbers, and one portion at a time."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from other_forms import other_forms
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tost_lm.config import validate
@@ -25,9 +22,9 @@ LESS: list[dict[str, Any]] = [
 ]
 
 
-def drawn_model(layers: int = 3, **settings: Any) -> TostLM:
+def drawn_model(**settings: Any) -> TostLM:
     torch.manual_seed(0)
-    shape = {"layers": layers, "heads": H, "width": C, "vocab_size": VOCAB, "max_positions": 2 * T, "layer_scale": 1.0}
+    shape = {"layers": 3, "heads": H, "width": C, "vocab_size": VOCAB, "max_positions": 2 * T, "layer_scale": 1.0}
     model = TostLM(
         validate(ModelConfig, {"pattern": "TTA", "softmax": {"window": 5}, "bias": True, **shape, **settings}, "test")
     )
@@ -41,19 +38,17 @@ def drawn_tokens(rows: int = B) -> Tensor:
     return torch.randint(VOCAB, (rows, T), generator=torch.Generator().manual_seed(1))
 
 
-def loss_and_gradients(model: TostLM, parameters: dict[str, Tensor], **inputs: Any) -> dict[str, Tensor]:
+def loss_and_gradients(model: TostLM, **inputs: Any) -> dict[str, Tensor]:
     """Gradients of the loss and of the state after the last token, so that gradients come in for both."""
-    output = functional_call(model, parameters, (inputs.pop("tokens"),), inputs)
+    output, parameters = model(inputs.pop("tokens"), **inputs), dict(model.named_parameters())
     mixers = [part for layer in output.state.layers for part in layer if part.is_floating_point()]
     loss = output.loss + sum(part.square().mean() for part in mixers)
     return {"loss": loss, **dict(zip(parameters, torch.autograd.grad(loss, [*parameters.values()]), strict=True))}
 
 
 def assert_same(less: dict[str, Any], model: dict[str, Any] | None = None, **inputs: Any) -> None:
-    whole = drawn_model(**(model or {}))
-    expected = loss_and_gradients(whole, dict(whole.named_parameters()), **inputs)
-    holding_less = apply_activation_checkpointing(drawn_model(**(model or {})), **less)
-    found = loss_and_gradients(holding_less, dict(holding_less.named_parameters()), **inputs)
+    expected = loss_and_gradients(drawn_model(**(model or {})), **inputs)
+    found = loss_and_gradients(apply_activation_checkpointing(drawn_model(**(model or {})), **less), **inputs)
     for name, value in expected.items():
         assert_close(found[name], value, 1e-12, name)
 
@@ -65,44 +60,6 @@ def test_loss_state_and_every_gradient_are_the_same(less: dict[str, Any]):
     assert_same(less, tokens=rows, labels=rows)
     assert_same(less, {"layer_scale": 0.0, "bias": False, **other_forms(window=5)}, tokens=rows, labels=rows)
     assert_same(less, tokens=row, labels=row, cu_seqlens=torch.tensor([0, 3, 20, T], dtype=torch.int32))
-
-
-@contextmanager
-def held(bytes_of: list[int], parameters: Iterator[Tensor]) -> Iterator[None]:
-    """Appends the bytes that autograd keeps of what is computed inside, parameters apart."""
-    known = {p.untyped_storage().data_ptr() for p in parameters}
-    storages: dict[int, int] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        if x.untyped_storage().data_ptr() not in known:
-            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        yield
-    bytes_of.append(sum(storages.values()))
-
-
-def bytes_held_by_a_layer(less: dict[str, Any], pattern: str) -> int:
-    """The difference that two layers more make."""
-    found: list[int] = []
-    for layers in (2, 4):
-        model = apply_activation_checkpointing(drawn_model(layers, pattern=pattern, bias=False).float(), **less)
-        with held(found, model.parameters()):
-            output = model(drawn_tokens(), labels=drawn_tokens(), output_state=False)
-        assert output.loss.requires_grad
-    return (found[1] - found[0]) // 2
-
-
-@pytest.mark.parametrize("pattern", ["T", "A", "D"])
-def test_of_a_block_its_input_is_held_and_of_an_mlp_its_input(pattern: str):
-    x_bytes = 4 * B * T * C
-    whole = bytes_held_by_a_layer({}, pattern)
-    # The norm's input and statistics, what two linears, GELU and LayerScale get: 1 + 1 + 4 + 4 + 1 of x.
-    without_mlp = whole - 11 * x_bytes - 2 * 4 * B * T
-    assert bytes_held_by_a_layer({"mlp_tile_tokens": 7}, pattern) == without_mlp + x_bytes
-    for less in ({"activation_checkpointing": "full"}, {"activation_checkpointing": "full", "mlp_tile_tokens": 7}):
-        assert bytes_held_by_a_layer(less, pattern) == x_bytes < whole / 15
 
 
 class WideTokens(TorchDispatchMode):
@@ -126,12 +83,3 @@ def test_what_is_as_wide_as_the_mlp_is_there_for_one_portion_only(less: dict[str
     with WideTokens() as backward:
         loss.backward()
     assert (forward.most, backward.most) == (most, most)
-
-
-def test_without_gradients_nothing_is_kept_or_computed_again():
-    tokens, found = drawn_tokens(), []
-    model = apply_activation_checkpointing(drawn_model(), activation_checkpointing="full", mlp_tile_tokens=7)
-    with torch.no_grad(), held(found, model.parameters()):
-        output = model(tokens, labels=tokens)
-    assert found == [0]
-    assert_close(output.loss, drawn_model()(tokens, labels=tokens).loss.detach(), 1e-12)

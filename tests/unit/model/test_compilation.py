@@ -167,7 +167,9 @@ def test_tiles_have_the_same_gradients(window: int):
     assert not counters["graph_break"]
 
 
-def cases() -> dict[str, tuple[registered.Registered, list[Any], list[str]]]:
+def cases(wanted: str = "") -> dict[str, tuple[registered.Registered, list[Any], list[str]]]:
+    """Tensors and options of each operator, which returns no states or those of all documents."""
+
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
@@ -175,26 +177,29 @@ def cases() -> dict[str, tuple[registered.Registered, list[Any], list[str]]]:
     keys = [drawn(1, T, H, D) for _ in range(3)]
     rates = [-torch.rand(1, T, H).double(), torch.rand(1, T, H).double()]
     return {
-        "causal_tssa": (TSSA, [drawn(1, T, H, D), drawn(H), drawn(H, 2 * T), *[None] * 4], ["", ""]),
-        "short_conv": (CONVOLUTION, [drawn(1, T, C), drawn(C, 3), None, None], [""]),
-        "delta_rule": (DELTA_RULE, [*keys, *rates, None, None], [""]),
-        "softmax_attention": (ATTENTION, [*(drawn(1, H, T, D) for _ in range(3)), *[None] * 3], ["5", ""]),
+        "causal_tssa": (TSSA, [drawn(1, T, H, D), drawn(H), drawn(H, 2 * T), *[None] * 4], [wanted, ""]),
+        "short_conv": (CONVOLUTION, [drawn(1, T, C), drawn(C, 3), None, None], [wanted]),
+        "delta_rule": (DELTA_RULE, [*keys, *rates, None, None], [wanted]),
+        "softmax_attention": (ATTENTION, [*(drawn(1, H, T, D) for _ in range(3)), *[None] * 3], ["5", wanted]),
     }
 
 
-def arguments(tensors: list[Any], options: list[str]) -> tuple[Any, ...]:
-    """Called as a graph calls the operator."""
+def arguments(tensors: list[Any], options: list[str], offsets: Tensor | None = None) -> tuple[Any, ...]:
+    """Called as a graph calls the operator; with states if documents are packed."""
+    info = SequenceInfo.of(TOKENS_BT[:1], None, offsets, output_state=offsets is not None)
+    tensors = [*tensors[:-1], info.state_offsets]
     given = [x for x in tensors if x is not None]
-    info = SequenceInfo.of(TOKENS_BT[:1], None, None, output_state=False)
     differentiated = [x.requires_grad for x in given]
     return given, info.handle, [x is not None for x in tensors], differentiated, options
 
 
 @pytest.mark.parametrize("name", cases())
 def test_operators_pass_the_checks_of_torch(name: str):
+    call = getattr(torch.ops.tost_lm, name).default
     operator, tensors, options = cases()[name]
-    opcheck(getattr(torch.ops.tost_lm, name).default, arguments(tensors, options))
     assert operator.operator._qualname == f"tost_lm::{name}"
+    opcheck(call, arguments(tensors, options))
+    opcheck(call, arguments(*cases("True")[name][1:], torch.tensor([0, 7, 8, T])), test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("name", cases())

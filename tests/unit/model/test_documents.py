@@ -4,7 +4,6 @@ from itertools import accumulate
 
 import pytest
 import torch
-from other_forms import other_forms
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -18,21 +17,10 @@ LENGTHS = [5, 1, 17, 9]
 VOCAB = 19
 KINDS = {
     "published": {"pattern": "T"},
-    "bias of heads": {"pattern": "T", "tssa": {"denom_bias": "head"}, "positions": "none"},
-    "no bias": {"pattern": "T", "tssa": {"denom_bias": "none"}, "positions": "none"},
-    "gpt2": {"pattern": "A", "softmax": {"rope_theta": 0.0}},
-    "rotary": {"pattern": "A", "positions": "none"},
-    "rotary, window": {"pattern": "A", "positions": "none", "softmax": {"window": 6}},
-    "window of one": {"pattern": "A", "softmax": {"window": 1}},
-    "hybrid": {"pattern": "TA"},
-    "delta": {"pattern": "D", "positions": "none"},
-    "other forms": {"pattern": "A", **other_forms(window=6), "heads": 4},
-    "hybrid, window": {
-        "pattern": "TA",
-        "softmax": {"window": 4},
-        "tssa": {"denom_bias": "head"},
-    },
+    "rotary, window": {"pattern": "TA", "positions": "none", "softmax": {"window": 4}},
+    "delta": {"pattern": "DA", "positions": "none", "tssa": {"denom_bias": "head"}},
 }
+"""Layers alone, in all forms, are those of tests/unit/mixers/test_layers_conform.py."""
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -86,14 +74,13 @@ def test_packed_documents_are_separate_documents_with_every_gradient(kind: str):
 
 
 @all_kinds
-@pytest.mark.parametrize("piece", [1, 3])
-def test_rows_of_different_lengths_are_decoded_together(kind: str, piece: int):
+def test_rows_of_different_lengths_are_decoded_together(kind: str):
     model, documents = drawn_model(kind), drawn_documents()
     tokens, cu_seqlens = packed(documents)
     state = model(tokens, cu_seqlens=cu_seqlens).state
     more = torch.randint(VOCAB, (len(documents), 12))
     logits = []
-    for part in more.split(piece, 1):
+    for part in more.split([1, 3, 1, 7], 1):
         output = model(part, state=state)
         logits.append(output.logits)
         state = output.state
@@ -104,7 +91,7 @@ def test_rows_of_different_lengths_are_decoded_together(kind: str, piece: int):
 
 
 def test_cu_seqlens_are_read_once_a_call(monkeypatch: pytest.MonkeyPatch):
-    model = drawn_model("hybrid")
+    model = drawn_model("rotary, window")
     tokens, cu_seqlens = packed(drawn_documents())
     reads: list[int] = []
 
@@ -119,7 +106,7 @@ def test_cu_seqlens_are_read_once_a_call(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_does_not_fit_is_named():
-    model = drawn_model("hybrid")
+    model = drawn_model("rotary, window")
     tokens = torch.zeros(1, 6, dtype=torch.int64)
     for wrong in ([0, 5], [1, 6], [0, 3, 3, 6], [0, 4, 2, 6]):
         with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T"):
@@ -129,16 +116,14 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match="B, T ≥ 1"):
         model(tokens[:0])
     with pytest.raises(ValueError, match="the state is of another model"):
-        model(tokens, state=drawn_model("gpt2")(tokens).state)
+        model(tokens, state=drawn_model("delta")(tokens).state)
     with pytest.raises(ValueError, match="state holds 1 rows, the input 2"):
         model(tokens.view(2, 3), state=model(tokens).state)
 
 
 def test_only_what_is_sized_by_positions_is_limited_by_them():
     limits = {kind: drawn_model(kind).config.position_limit for kind in KINDS}
-    assert limits == dict.fromkeys(KINDS, 40) | {
-        "bias of heads": None, "no bias": None, "rotary": None, "rotary, window": None, "delta": None,
-    }  # fmt: skip
+    assert limits == {"published": 40, "rotary, window": 40, "delta": None}  # by positions, by denom_bias, by nothing
     for kind, limit in limits.items():
         model = drawn_model(kind)
         tokens, cu_seqlens = packed(drawn_documents([40, 41]))

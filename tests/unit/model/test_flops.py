@@ -27,20 +27,10 @@ def config_of(**settings: Any) -> ModelConfig:
         {},
         {"pattern": "TA", "bias": True},
         {"pattern": "A", "layer_scale": 0.0, "positions": "none"},
-        {"tssa": {"denom_bias": "head"}, "positions": "none"},
-        {"tssa": {"denom_bias": "none"}, "bias": True},
         {"pattern": "TD", "layer_scale": 0.0},
         {"pattern": "DA", "bias": True, "delta": {"qk_heads": 2, "value_heads": 4, "value_size": 5}},
         {"pattern": "A", "norm_after": "A", "mlp_hidden": 12, "softmax": {"kv_heads": 1, "qk_norm": "all-heads"}},
-        {"pattern": "A", "norm": "rms-zero-centered", "softmax": {"head_size": 6, "gate": True, "qk_norm": True}},
-        {
-            "pattern": "A",
-            "norm": "rms",
-            "mlp": "swiglu",
-            "tied_head": False,
-            "softmax": {"kv_heads": 1, "qk_norm": True},
-            "bias": True,
-        },
+        {"pattern": "A", "norm": "rms", "mlp": "swiglu", "tied_head": False, "bias": True},
     ],
 )
 def test_parameters_are_those_of_the_model(settings: dict[str, Any]):

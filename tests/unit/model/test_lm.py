@@ -6,6 +6,7 @@ import torch
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.model import ModelConfig, TostLM
+from tost_lm.parallel.settings import obstacle_to_tensor_ranks
 
 pytestmark = pytest.mark.quick
 
@@ -26,6 +27,15 @@ def test_presets_have_the_published_parameter_counts_and_ours_are_near(preset: s
     with torch.device("meta"):
         model = TostLM(validate(ModelConfig, {"preset": preset}, "test"))
     assert round(model.parameter_count() / 1e6, 2) == millions
+
+
+@pytest.mark.parametrize(("width", "hidden"), [(16, 256), (96, 256), (97, 512), (768, 2048), (2048, 5632)])
+def test_hidden_channels_of_a_swiglu(width: int, hidden: int):
+    assert config(width=width, heads=1, mlp="swiglu").mlp_width == hidden
+
+
+def test_a_factor_alone_is_llama_3s_as_in_version_0_1():
+    assert config(pattern="A", softmax={"rope_scaling_factor": 8.0}).rotary == (8, 1e4, "llama3", 8.0, 8192)
 
 
 @pytest.mark.parametrize("init_std", [0.02, 0.05])
@@ -80,6 +90,11 @@ def test_more_tokens_than_positions_are_refused():
         ({"pattern": "0T:1A"}, r"invalid model\.pattern: '0T:1A'; use .* as a ratio such as 3D:1A"),
         ({"pattern": "TTA"}, r"model\.layers 2 is not a multiple of the 3 letters of model\.pattern 'TTA'"),
         ({"pattern": "A", "width": 36}, r"rotates pairs of channels, not 9 of a head; change model\.width"),
+        (
+            {"pattern": "A", "softmax": {"kv_heads": 3}},
+            r"model\.heads 4 is not a multiple of model\.softmax\.kv_heads 3",
+        ),
+        ({"norm_after": "AB"}, r"model\.norm_after 'AB': no mixer has the letter B; leave it out"),
         ({"mixer": "tssa"}, r"mixer: unknown key"),
         (
             {"tssa": {"denom_bias": "heads"}},
@@ -91,3 +106,12 @@ def test_what_makes_no_model_is_named(settings: dict, message: str):
     with pytest.raises(ConfigError, match=message) as refused:
         config(**settings)
     assert str(refused.value).count("\n") == 0
+
+
+def test_what_tensor_ranks_cannot_split_is_named():
+    assert obstacle_to_tensor_ranks(config(heads=3, width=12, mlp="swiglu"), 3) == (
+        "the 256 hidden channels of model.mlp 'swiglu' are not divisible by parallel.tensor 3; choose a divisor of them"
+    )
+    assert obstacle_to_tensor_ranks(config(pattern="A", softmax={"qk_norm": "all-heads"}), 2) == (
+        "tensor ranks cannot split softmax.qk_norm all-heads; set parallel.tensor=1 and use sequence ranks"
+    )

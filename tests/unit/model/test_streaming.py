@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from largest import Largest
 from other_forms import other_forms
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tost_lm.config import validate
 from tost_lm.mixers.tssa.statistics import TssaState
@@ -138,19 +138,6 @@ def test_an_empty_prompt_is_refused():
         prefill(build(), [])
 
 
-class Largest(TorchDispatchMode):
-    """Number of elements of the largest tensor that any operation returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for x in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(x, Tensor):
-                self.numel = max(self.numel, x.numel())
-        return made
-
-
 @pytest.mark.parametrize("pattern", ["T", "TA", "D"])
 def test_memory_does_not_grow_with_the_text(pattern: str):
     model = build(pattern=pattern, softmax={"window": 8})
@@ -159,7 +146,7 @@ def test_memory_does_not_grow_with_the_text(pattern: str):
         stream = model.stream((int(i) for i in ids(tokens)), tile_tokens=32)
         with Largest() as made:
             assert sum(len(nats) for nats in stream) == tokens - 1
-        largest.append(made.numel)
+        largest.append(made.numbers)
         assert stream.state is not None
         states.append(sum(x.numel() for layer in stream.state.layers for x in layer))
     assert largest[0] == largest[1]
@@ -170,4 +157,4 @@ def test_only_the_last_token_of_a_prompt_gets_logits():
     model = build(pattern="TA", softmax={"window": 8}, vocab_size=5000, width=8)
     with Largest() as made:
         prefill(model, in_tiles(ids(400), 64))
-    assert made.numel < 64 * 5000
+    assert made.numbers < 64 * 5000

@@ -1,12 +1,15 @@
 """The loss in tiles of logits against cross-entropy of all logits."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from largest import Largest
 from torch.nn.functional import cross_entropy, linear
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tost_lm.ops import cross_entropy as loss
 from tost_lm.ops.cross_entropy import IGNORED_LABEL, linear_cross_entropy
 from tost_lm.testing import assert_as_accurate
 
@@ -34,6 +37,11 @@ def _whole(x, weight, labels, z_loss=0.0):
     return nats.sum() + z, nats, z
 
 
+def in_tiles(logits_bytes, x, weight, labels, z_loss=0.0):
+    with patch.multiple(loss, LOGITS_BYTES=logits_bytes, CPU_SCORED_BYTES=logits_bytes):
+        return linear_cross_entropy(x, weight, labels, z_loss=z_loss)
+
+
 @given(
     tokens=st.integers(1, 40),
     words=st.integers(1, 30),
@@ -43,7 +51,7 @@ def _whole(x, weight, labels, z_loss=0.0):
 @settings(max_examples=30, deadline=None)
 def test_sum_nats_and_gradients_equal_those_of_all_logits(tokens, words, tile_tokens, z_loss):
     x, weight, labels = _inputs(tokens, 5, words)
-    ours, nats, _, z = linear_cross_entropy(x, weight, labels, logits_bytes=tile_tokens * words * 8, z_loss=z_loss)
+    ours, nats, _, z = in_tiles(tile_tokens * words * 8, x, weight, labels, z_loss)
     reference, reference_nats, reference_z = _whole(x, weight, labels, z_loss)
     torch.testing.assert_close(z, reference_z.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
@@ -57,7 +65,7 @@ def test_sum_nats_and_gradients_equal_those_of_all_logits(tokens, words, tile_to
 def test_low_precision_is_summed_in_float32(dtype):
     x, weight, labels = _inputs(300, 32, 500)
     x, weight = (t.detach().to(dtype).requires_grad_() for t in (x, weight))
-    ours, nats, *_ = linear_cross_entropy(x, weight, labels, logits_bytes=1 << 16, z_loss=0.01)
+    ours, nats, *_ = in_tiles(1 << 16, x, weight, labels, 0.01)
     assert nats.dtype == ours.dtype == torch.float32
     gradients = torch.autograd.grad(ours, (x, weight))
     assert {d.dtype for d in gradients} == {dtype}
@@ -77,23 +85,13 @@ def test_hot_logits_stay_finite():
     assert torch.autograd.grad(ours, x)[0].isfinite().all()
 
 
-class _Largest(TorchDispatchMode):
-    bytes = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        result = function(*arguments, **(options or {}))
-        if isinstance(result, torch.Tensor):
-            self.bytes = max(self.bytes, result.nbytes)
-        return result
-
-
 @pytest.mark.parametrize("tokens", [1000, 8000])
 def test_no_tensor_is_larger_than_the_budget_at_any_length(tokens):
     x, weight, labels = _inputs(tokens, 2, 2000, torch.float32)
-    with _Largest() as largest:
-        total, *_ = linear_cross_entropy(x, weight, labels, logits_bytes=1 << 18)
+    with Largest() as largest:
+        total, *_ = in_tiles(1 << 18, x, weight, labels)
         total.backward()
-    assert 1 << 17 < largest.bytes <= 1 << 18
+    assert 1 << 15 < largest.numbers <= 1 << 16
 
 
 def test_a_second_backward_is_refused():
@@ -110,9 +108,7 @@ def test_without_gradients_top_labels_are_returned(tokens, words_at_once):
     labels = labels if tokens else torch.full_like(labels, IGNORED_LABEL)
     at_once = max(1, min(2048, int((labels != IGNORED_LABEL).sum())))
     with torch.no_grad():
-        total, nats, is_top, _ = linear_cross_entropy(
-            x, weight, labels, logits_bytes=words_at_once * at_once * 8, z_loss=0.3
-        )
+        total, nats, is_top, _ = in_tiles(words_at_once * at_once * 8, x, weight, labels, 0.3)
     assert not total.requires_grad
     assert not nats.requires_grad
     expected_total, expected, _ = (t.detach() for t in _whole(x, weight, labels))
@@ -126,6 +122,6 @@ def test_without_gradients_top_labels_are_returned(tokens, words_at_once):
 def test_without_gradients_only_counted_labels_get_logits():
     x, weight, labels = _inputs(1000, 2, 2000, torch.float32)
     labels[3:] = IGNORED_LABEL
-    with torch.no_grad(), _Largest() as largest:
+    with torch.no_grad(), Largest() as largest:
         linear_cross_entropy(x, weight, labels)
-    assert largest.bytes < 4 * 10 * 2000
+    assert largest.numbers < 10 * 2000

@@ -20,8 +20,10 @@ M, C, V = 13, 6, 37
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch):
-    """Chooses the backend; a token has several blocks of logits."""
+    """Chooses the backend; a tile has five tokens of float32 logits, a token several blocks of them."""
     monkeypatch.setattr(cross_entropy_triton, "BLOCK", 16)
+    for name in ("LOGITS_BYTES", "DEVICE_LOGITS_BYTES"):
+        monkeypatch.setattr(loss, name, 5 * V * 4)
     return lambda kernels: monkeypatch.setattr(loss, "_kernels", lambda x: cross_entropy_triton if kernels else None)
 
 
@@ -38,7 +40,7 @@ def run(
 ) -> tuple[Tensor, ...]:
     """Sum, nats and gradients, in tiles of five tokens or so."""
     x, weight = (t.detach().requires_grad_() for t in (x, weight))
-    total, nats, *_ = loss.linear_cross_entropy(x, weight, labels, shard=shard, logits_bytes=5 * V * 4, z_loss=z_loss)
+    total, nats, *_ = loss.linear_cross_entropy(x, weight, labels, shard=shard, z_loss=z_loss)
     return total.detach(), nats, *torch.autograd.grad(total / 3, (x, weight))
 
 
@@ -64,7 +66,7 @@ def test_scores_are_those_of_pytorch(backend):
         backend(False)
         total, nats, is_top, _ = loss.linear_cross_entropy(x, weight, labels)
         backend(True)
-        ours = loss.linear_cross_entropy(x, weight, labels, logits_bytes=5 * V * 4)
+        ours = loss.linear_cross_entropy(x, weight, labels)
         backend(False)
         truth = loss.linear_cross_entropy(x.double(), weight.double(), labels)
     assert_as_accurate(ours.total, total, truth.total)

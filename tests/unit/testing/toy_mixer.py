@@ -23,11 +23,7 @@ CHANNELS, KERNEL, WINDOW = 4, 3, 4
 Mutation = Literal[
     "later token visible",
     "sum leaks across documents",
-    "convolution reaches across documents",
     "convolution starts again at a cut",
-    "window of the state too short",
-    "window too long",
-    "final state detached",
     "gradient of the initial state too large",
     "gradient of the decay too large",
     "NaN spread by a triangular product",
@@ -75,7 +71,6 @@ class ToyMixer(TokenMixer):
     def __init__(self, shape: MixerShape):
         super().__init__()
         self.mutation, self.decays = shape.own.mutation, shape.own.decays
-        self.window = WINDOW + (self.mutation == "window too long")
         self.taps = nn.Parameter(torch.rand(KERNEL, CHANNELS))
         self.decay = nn.Parameter(torch.linspace(-1, 1, CHANNELS))
 
@@ -98,7 +93,7 @@ class ToyMixer(TokenMixer):
 
     def empty_state(self, like: Tensor) -> ToyState:
         B = len(like)
-        inputs, window = (like.new_zeros(B, tokens, CHANNELS) for tokens in (KERNEL - 1, self.window - 1))
+        inputs, window = (like.new_zeros(B, tokens, CHANNELS) for tokens in (KERNEL - 1, WINDOW - 1))
         return ToyState(inputs, like.new_zeros(B, CHANNELS), window, torch.zeros(B, dtype=torch.int64))
 
     def documents(self, x_BTC: Tensor, state: ToyState, cu_seqlens: Tensor | None) -> tuple[Tensor, ToyState]:
@@ -111,8 +106,6 @@ class ToyMixer(TokenMixer):
             row = state.row(n)
             if n and self.mutation == "sum leaks across documents":
                 row = row._replace(sum=row.sum + results[-1][1].sum)
-            if n and self.mutation == "convolution reaches across documents":
-                row = row._replace(inputs=row.inputs + results[-1][1].inputs)
             results.append(self.mix(x_BTC[:, start:end], row))
         ys, finals = zip(*results, strict=True)
         return torch.cat(ys, 1), ToyState(*map(torch.cat, zip(*finals, strict=True)))
@@ -129,23 +122,18 @@ class ToyMixer(TokenMixer):
         if self.mutation == "later token visible":
             u_BTC = u_BTC + 0.1 * pad(u_BTC[:, 1:], (0, 0, 0, 1))
         recent = torch.cat([state.window, u_BTC], 1)
-        y_BTC = self.attend(u_BTC, recent[:, -(T + self.window - 1) :], state.tokens)
+        y_BTC = self.attend(u_BTC, recent[:, -(T + WINDOW - 1) :], state.tokens)
         if self.decays:
             sums_BTC = self.decayed_sums(u_BTC, before)
             y_BTC, before = y_BTC + sums_BTC, sums_BTC[:, -1]
-        kept = recent[:, -(self.window - 1) :]
-        if self.mutation == "window of the state too short":
-            kept = kept * (torch.arange(self.window - 1) > 0)[:, None]
-        if self.mutation == "final state detached":
-            before = before.detach()
-        return y_BTC, ToyState(inputs[:, -(KERNEL - 1) :], before, kept, state.tokens + T)
+        return y_BTC, ToyState(inputs[:, -(KERNEL - 1) :], before, recent[:, -(WINDOW - 1) :], state.tokens + T)
 
     def attend(self, u_BTC: Tensor, recent_BSC: Tensor, count_B: Tensor) -> Tensor:
         """Each token is multiplied with its own window only, so that a NaN stays there."""
-        seen_BTCW = recent_BSC.unfold(1, self.window, 1)
+        seen_BTCW = recent_BSC.unfold(1, WINDOW, 1)
         scores_BTW = (u_BTC[..., None] * seen_BTCW).sum(-2)
         tokens_BT = count_B[:, None] + torch.arange(1, u_BTC.shape[1] + 1)
-        exists = torch.arange(self.window, 0, -1) <= tokens_BT[..., None]
+        exists = torch.arange(WINDOW, 0, -1) <= tokens_BT[..., None]
         return (scores_BTW.masked_fill(~exists, -torch.inf).softmax(-1)[:, :, None] * seen_BTCW).sum(-1)
 
     def decayed_sums(self, u_BTC: Tensor, before_BC: Tensor) -> Tensor:

@@ -33,13 +33,9 @@ class DeltaState(NamedTuple):
     """The state of a delta layer after some tokens; zeros before the first one."""
 
     memory: Tensor
-    """S, [N, H, K, V]."""
+    """S, [N, H, K, V], in the dtype of running sums."""
     taps: Tensor
     """The last tokens before the convolution, [N, CONV_TAPS − 1, E]."""
-
-    def to_running_dtype(self) -> "DeltaState":
-        """With a memory for any number of further tokens."""
-        return DeltaState(self.memory.to(running_dtype(self.memory.device)), self.taps)
 
 
 class DeltaMixer(TokenMixer):

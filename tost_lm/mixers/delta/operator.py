@@ -49,9 +49,8 @@ def delta_rule(
         y [B, T, H, V] in the dtype of `value`, and the final state [N, H, K, V] (float64; float32 on mps) or None.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: states of another shape.
     """
-    _check(query, key, value, log_decay, beta)
     (H, V), K, N = value.shape[2:], key.shape[-1], len(local.whole_lengths)
     dtype = statistics_dtype(value)
     with torch.autocast(value.device.type, enabled=False):
@@ -116,24 +115,3 @@ class _Finite(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_log_decay: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return d_log_decay
-
-
-def _check(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> None:
-    if value.dim() != 4 or not value.is_floating_point():
-        raise ValueError(f"value must be floating point [B, T, H, V], got {value.dtype} {list(value.shape)}")
-    B, T, H, _ = value.shape
-    if key.dim() != 4 or key.shape[:2] != (B, T) or H % key.shape[2] or query.shape != key.shape:
-        raise ValueError(
-            f"query and key must be [B, T, h, K] = {[B, T, f'a divisor of {H}', 'K']}, got {list(query.shape)} and "
-            f"{list(key.shape)}"
-        )
-    of_channels = log_decay.dim() == 4
-    if of_channels and key.shape[2] != H:
-        raise ValueError(f"decays of channels need a key head for each of the {H} value heads, got {key.shape[2]}")
-    for name, x, shape in (
-        ("log_decay", log_decay, key.shape if of_channels else (B, T, H)),
-        ("beta", beta, (B, T, H)),
-    ):
-        if x.shape != shape:
-            symbols = "[B, T, H, K]" if len(shape) == 4 else "[B, T, H]"
-            raise ValueError(f"{name} must be {symbols} = {list(shape)}, got {list(x.shape)}")

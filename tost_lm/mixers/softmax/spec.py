@@ -93,18 +93,17 @@ class SoftmaxSpec(MixerSpec):
         return Flops(forward, 2 * forward), NO_FLOPS
 
     def costs(self, load: Load) -> Costs:
-        sizes, e, window = SoftmaxSizes.of(load.shape), load.element_bytes, load.shape.own.window
-        copies = _copies(load)
+        sizes, e, window, copies = SoftmaxSizes.of(load.shape), load.element_bytes, load.shape.own.window, _copies(load)
         # Gathered tokens for each of a rank's own.
-        relative = load.sequence * gathered_tokens(window, load.tokens_here) / load.tokens_here if window else 0.0
+        gathered = load.sequence * gathered_tokens(window, load.tokens_here) / load.tokens_here if window else 0.0
         dealt = e * (2 * sizes.queries + 2 * copies * sizes.keys) if copies else 0.0
-        gathered = 2 * sizes.keys * relative * e if load.sequence > 1 else 0.0
+        kept = window - 1 if window else (copies or 1) * load.tokens_here
         found = Costs(
             launches=31,
             attention_rate=_attention_rate(sizes),
-            stored=_stored_bytes(sizes, load, copies or relative),
-            state=2 * e * (copies or 1) * sizes.keys * (window - 1 if window else load.tokens_here),
-            received=(dealt or gathered) / load.tensor,
+            stored=_stored_bytes(sizes, load, copies or gathered),
+            state=2 * e * sizes.keys * kept,
+            received=(dealt + (2 * e * sizes.keys * gathered if load.sequence > 1 else 0.0)) / load.tensor,
             dealt=dealt,
             gathered_channels=2 * sizes.keys if window else 0,
         )

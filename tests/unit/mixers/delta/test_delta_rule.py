@@ -125,22 +125,6 @@ def test_chunks_equal_the_formula(call: Call):
     assert_equal(results(in_chunks, inputs, call.local), results(naive, inputs, call.local))
 
 
-def test_the_reference_is_the_published_recurrence():
-    """With its matrices written out."""
-    call = Call((9,), h=1, G=2, K=4, V=3)
-    query, key, value, log_decay, beta, state = (x[0].detach() for x in call.inputs())
-    y, final = naive(*(x.detach() for x in call.inputs()), local=call.local)
-    for head in range(2):
-        S = state[head]
-        for t in range(9):
-            k, b = key[t, 0], beta[t, head]
-            S = log_decay[t, head].exp() * (torch.eye(4) - b * torch.outer(k, k)) @ S + b * torch.outer(
-                k, value[t, head]
-            )
-            torch.testing.assert_close(y[0, t, head], S.T @ query[t, 0])
-        torch.testing.assert_close(final[0, head], S)
-
-
 @pytest.mark.parametrize(("tokens", "elements", "chunks"), [(1, 1, 1), (4, 1, 3), (16, 1 << 20, 4), (64, 1 << 20, 1)])
 def test_sizes_of_chunks_and_groups_change_nothing(
     tokens: int, elements: int, chunks: int, monkeypatch: pytest.MonkeyPatch
@@ -221,21 +205,7 @@ def test_a_float32_state_is_resumed_exactly():
     assert torch.equal(state, final)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({1: (2, 9, 3, 8)}, r"query and key must be \[B, T, h, K\] = \[2, 9, 'a divisor of 2', 'K'\]"),
-        ({0: (2, 9, 2, 7)}, "query and key must be"),
-        ({2: (2, 9, 2)}, r"value must be floating point \[B, T, H, V\]"),
-        ({3: (2, 9, 3)}, r"log_decay must be \[B, T, H\] = \[2, 9, 2\]"),
-        ({3: (2, 9, 2, 7)}, r"log_decay must be \[B, T, H, K\] = \[2, 9, 2, 8\]"),
-        ({3: (2, 9, 4, 8), 2: (2, 9, 4, 5)}, "decays of channels need a key head for each of the 4 value heads, got 2"),
-        ({4: (2, 8, 2)}, r"beta must be \[B, T, H\]"),
-        ({5: (1, 2, 8, 5)}, r"the state must be \[2, 2, 8, 5\], got \[1, 2, 8, 5\]"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_named(change: dict[int, tuple[int, ...]], message: str):
+def test_states_of_another_shape_are_named():
     call = Call((9, 9), packed=False)
-    inputs = [torch.zeros(change[n]) if n in change else x for n, x in enumerate(call.inputs())]
-    with pytest.raises(ValueError, match=message):
-        in_chunks(*inputs, local=call.local)
+    with pytest.raises(ValueError, match=r"the state must be \[2, 2, 8, 5\], got \[1, 2, 8, 5\]"):
+        in_chunks(*call.inputs()[:5], torch.zeros(1, 2, 8, 5), local=call.local)

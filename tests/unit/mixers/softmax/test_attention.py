@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from largest import Largest
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tost_lm.mixers.softmax import attention
 from tost_lm.mixers.softmax.attention import causal_attention
@@ -84,26 +83,14 @@ def test_only_our_calls_are_without_cudnn(T: int, window: int, monkeypatch: pyte
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return output
-
-
 @pytest.mark.parametrize("window", [0, 64])
 def test_no_tensor_of_tokens_times_tokens(window: int):
     """Forward and backward, the full kernel and a window: nothing larger than two blocks of scores or the input."""
     T = 4096
     q, k, v = (torch.randn(1, 1, T, 8, requires_grad=True) for _ in range(3))
-    with LargestTensor() as largest:
+    with Largest() as largest:
         causal_attention(q, k, v, window).sum().backward()
-    assert largest.elements <= T * 8
+    assert largest.numbers <= T * 8
 
 
 def test_under_autocast_the_backward_of_a_block_computes_as_its_forward():

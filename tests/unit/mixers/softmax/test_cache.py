@@ -1,14 +1,12 @@
 """Decoding with full attention: no token copies the keys, whatever the rows' lengths; and states that calls return."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
+from largest import Largest
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tost_lm.config import validate
 from tost_lm.inference.decoding import decoder
@@ -37,19 +35,6 @@ def ids(B: int, T: int) -> Tensor:
     return torch.randint(VOCAB, (B, T), generator=torch.Generator().manual_seed(1))
 
 
-class LargestCopy(TorchDispatchMode):
-    """The most numbers that an operation writes, views aside, and `scatter_`, which returns all that it writes to."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view and func is not torch.ops.aten.scatter_.src:
-            tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-            self.numbers = max([self.numbers, *(x.numel() for x in tensors)])
-        return result
-
-
 @pytest.mark.parametrize("lengths", [(2000, 2000), (2000, 700)])
 def test_a_token_copies_no_keys(model: TostLM, lengths: tuple[int, ...]):
     """The largest results are a mask and, in torch's kernel of attention, the scores of one token."""
@@ -57,7 +42,7 @@ def test_a_token_copies_no_keys(model: TostLM, lengths: tuple[int, ...]):
     assert output.state is not None
     keys = output.state.layers[0].key.numel()
     decode = decoder(model, output.state)
-    with LargestCopy() as copies:
+    with Largest() as copies:
         decode(ids(2, 1)[:, 0])
     assert copies.numbers < keys / 4
 

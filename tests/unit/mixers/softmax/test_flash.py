@@ -160,13 +160,6 @@ def test_exact_tiles_are_those_of_the_cpu(name: str, request: pytest.FixtureRequ
     assert [where[4] for where in made] == [True, True, False, True, False, False, True, False, True]
 
 
-def test_all_documents_of_a_call_are_one_call(calls: list[Where]):
-    packed(model_of("window"), torch.zeros(2, TOKENS, dtype=torch.int64))
-    [(queries, keys, longest_query, longest_key, causal, left, right)] = calls
-    assert queries.tolist() == keys.tolist() == [0, 1, 9, 30, 40]
-    assert (longest_query, longest_key, causal, left, right) == (21, 21, False, 6, 0)
-
-
 def test_it_runs_on_cuda_in_16_bit_types_with_channels_that_it_supports():
     def runs(dtype: torch.dtype, channels: int, device: str = "cuda") -> bool:
         with FakeTensorMode():

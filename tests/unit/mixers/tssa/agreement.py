@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tssa_naive import causal_tssa_naive
 
+from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa.causal import BACKENDS, causal_tssa
 from tost_lm.mixers.tssa.statistics import TssaState
 from tost_lm.ops.backends import Backend
@@ -71,11 +72,10 @@ class Call:
             d_outputs=tuple(x * (1 + noise(x)) for x in self.d_outputs),
         )  # fmt: skip
 
-    def run(self, backend: str | None) -> Results:
-        """By a backend, None: the default one; or `naive`, the formulas."""
-        rule = (
-            causal_tssa_naive if backend == "naive" else partial(causal_tssa, output_final_state=True, backend=backend)
-        )
+    def run(self, backend: str | None, heads: HeadSoftmax | None = None) -> Results:
+        """By a backend, None: the default one, with the softmax of the caller if given; or `naive`, the formulas."""
+        ours = partial(causal_tssa, output_final_state=True, backend=backend, heads=heads)
+        rule = causal_tssa_naive if backend == "naive" else ours
         leaves = [x.detach().requires_grad_() for x in (self.w, self.temp, self.bias, *self.state)]
         w, temp, bias, *state = leaves
         y, final = rule(w, temp, bias, initial_state=TssaState(*state), cu_seqlens=self.cu_seqlens)

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from agreement import Call, assert_accurate, assert_long_sequence_is_right, draw_call, errors
+from agreement import Call, assert_accurate, draw_call, errors
 from hypothesis import given, settings
 from random_calls import calls
 
@@ -51,6 +51,7 @@ def test_bfloat16_adds_one_rounding_of_y_and_dw():
         error, rounding = (x.double() - truth[name] for x in (found[name], truth[name].bfloat16()))
         assert error.norm() <= 1.5 * rounding.norm()
     for name in ("energy", "weighted_energy", "mass", "d_temp", "d_bias"):
+        assert found[name].dtype == torch.float32
         assert_as_accurate(found[name], reference[name], truth[name], name)
 
 
@@ -84,12 +85,6 @@ def test_a_float64_state_stays_float64_beside_float32_tokens():
     )
     assert final is not None
     assert (final.energy.dtype, final.mass.dtype) == (torch.float64, torch.float64)
-
-
-@pytest.mark.slow
-def test_a_long_sequence_in_little_memory():
-    """`make test-full` has a million tokens, which take minutes."""
-    assert_long_sequence_is_right(1 << 17)
 
 
 def test_training_follows_inference_of_the_same_shape():

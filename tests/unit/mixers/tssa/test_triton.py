@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from agreement import TRITON, draw_call
+from agreement import TRITON, assert_accurate, draw_call
 from triton_cases import (
     EXTREMES,
     SHAPES,
@@ -16,6 +16,7 @@ from triton_cases import (
     assert_nan_stays,
 )
 
+from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa.causal import causal_tssa
 from tost_lm.ops.layout import document_layout
 from tost_lm.testing import assert_as_accurate
@@ -40,6 +41,11 @@ def test_outputs_states_and_gradients_are_the_formulas(shape: str):
 def test_one_kernel_over_all_heads_as_in_long_calls(shape: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tost_lm.mixers.tssa.triton.common.FEW_CHUNKS", 0)
     assert_is_the_formulas(SHAPES[shape], DEVICE)
+
+
+def test_the_softmax_of_the_caller_is_between_two_kernels():
+    """As where tensor ranks have the heads."""
+    assert_accurate(SHAPES["five heads"].on(DEVICE), lambda call: call.run(TRITON, HeadSoftmax()))
 
 
 @pytest.mark.parametrize("scale", [pytest.param("1e-3", marks=pytest.mark.slow), "1e-5"])

@@ -17,7 +17,7 @@ B, T, C = 2, 512, 256
 DTYPES: dict[str, tuple[torch.dtype, int]] = {"float32": (torch.float32, 4), "bfloat16": (torch.bfloat16, 2)}
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("memory", [{}, {"activation_checkpointing": "full"}, {"mlp_tile_tokens": 128}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "model",
@@ -39,19 +39,19 @@ DTYPES: dict[str, tuple[torch.dtype, int]] = {"float32": (torch.float32, 4), "bf
     ],
 )
 def test_a_block_saves_the_planned_bytes(
-    model: dict[str, Any], dtype: Literal["float32", "bfloat16"], checkpointing: Literal["none", "full"]
+    model: dict[str, Any], dtype: Literal["float32", "bfloat16"], memory: dict[str, Any]
 ):
     torch_dtype, element_bytes = DTYPES[dtype]
     settings = {
         "model": {"layers": 1, "heads": 4, "width": C, "vocab_size": 64, **model},
         "data": {"folder": "none"},
         "train": {"steps": 1, "seq_len": T, "micro_batch_size": B, "global_batch_size": B, "dtype": dtype},
-        "memory": {"activation_checkpointing": checkpointing},
+        "memory": memory,
         "run": {"name": "r", "device": "cpu"},
     }
     config = validate(PretrainConfig, settings, "test")
     lm = TostLM(config.model).to(torch_dtype)
-    apply_activation_checkpointing(lm, activation_checkpointing=checkpointing)
+    apply_activation_checkpointing(lm, **memory)
     weights = {p.untyped_storage().data_ptr() for p in lm.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}  # by address; holds them, so that no address is used twice
 
@@ -67,4 +67,4 @@ def test_a_block_saves_the_planned_bytes(
         lm.blocks[0](torch.randn(B, T, C, requires_grad=True), None, info)
     last_norm = {"layer": element_bytes, "rms": 8}.get(config.model.norm, 4 + element_bytes) * C
     planned = (activation_bytes_per_token(config) - last_norm) * B * T
-    assert planned == pytest.approx(sum(storage.nbytes() for storage in saved.values()), rel=2e-3)
+    assert planned == pytest.approx(sum(storage.nbytes() for storage in saved.values()), rel=3e-3)
