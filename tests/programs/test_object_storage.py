@@ -74,20 +74,6 @@ def test_a_killed_upload_is_made_up_for(workplace: Path, storage: str):
     assert steps(uploaded.parent) == steps(workplace / "runs/tiny")
 
 
-@pytest.mark.slow
-def test_a_rewind_moves_checkpoints_at_the_url_too(workplace: Path, storage: str):
-    upload = f"checkpoint.upload={storage}/runs"
-    train(workplace, upload)
-    train(workplace, upload, "train.rewind=4", "run.stop_at_step=6")
-    uploaded = workplace / "bucket/runs"
-    assert steps(uploaded / "tiny") == ["step_00000004", "step_00000006"]
-    (rewound,) = (uploaded / "tiny/rewound").iterdir()
-    assert sorted(path.name for path in rewound.iterdir()) == ["step_00000008", "step_00000012"]
-    shutil.rmtree(workplace / "runs/tiny")
-    said = train(workplace, upload, "train.rewind=4")
-    assert "resuming from runs/tiny/checkpoints/step_00000006" in said
-
-
 def test_a_damaged_checkpoint_at_the_url_is_skipped(workplace: Path, storage: str):
     upload = f"checkpoint.upload={storage}/runs"
     train(workplace, upload, "run.stop_at_step=8")

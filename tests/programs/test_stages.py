@@ -251,48 +251,17 @@ def test_other_shards_in_the_same_folder_are_one_more_stage(place: Path):
     assert [stage.first_step for stage in Progress.read(step_folder(place / "runs/replaced", 4)).stages] == [0, 2]
 
 
-@pytest.mark.usefixtures("whole")
-def test_a_rewind_goes_back_once(place: Path):
-    """Without a change it trains the same steps again, on the same schedule."""
-    folder = place / "runs/back"
-    train_until(place, "back", 4, 7)
-    error = refused(place, "back", "train.rewind=3")
-    assert error == "train.rewind 3: runs/back has no checkpoint after this step; set one of 4, 6, 7"
-    assert "rewound/" in train(place, "back", "train.rewind=6", "run.stop_at_step=7")
-    assert [row[0] for row in curve(place, "back")] == [*range(1, 8)]
-    assert _rewinds(step_folder(folder, 7)) == [
-        ("start", 0, 0, None),
-        ("longer", 4, 4, None),
-        ("rewound-to-6", 6, 4, 7),
-    ]
-    assert "rewound/" in train(place, "back", "train.rewind=4", "run.stop_at_step=8")  # where a stage begins
-    train(place, "back", "train.rewind=4")
-    assert curve(place, "back") == curve(place, "whole")
-    assert weights(place, "back") == weights(place, "whole")
-    assert "reusing" in train(place, "back", "train.rewind=4")
-    assert _rewinds(step_folder(folder, 10)) == [("start", 0, 0, None), ("longer", 4, 4, 7), ("longest", 8, 8, None)]
-    first, second = sorted((folder / "rewound").iterdir())
-    assert [path.name for path in first.glob("step_*")] == ["step_00000007"]
-    assert {path.name for path in second.glob("step_*")} == {"step_00000006", "step_00000007"}
-    assert len(read_rows(first / "metrics.jsonl")) == 7
-    assert "has no checkpoint; remove it" in refused(place, "new", "train.rewind=2")
-
-
-def _rewinds(checkpoint: Path) -> list[tuple[str, int, int, int | None]]:
-    stages = Progress.read(checkpoint).stages
-    return [(stage.name, stage.first_step, stage.schedule_from, stage.rewound_from) for stage in stages]
-
-
 @pytest.mark.quick
-def test_a_rewind_skips_steps(place: Path):
+def test_a_run_whose_later_checkpoints_are_removed_skips_other_steps(place: Path):
     words = ["train.steps=6", "checkpoint.interval=2"]
     train(place, "spike", *words, "run.stop_at_step=5", recipe="run.toml")
     words.append("data.skip_steps=[[3, 4]]")
     error = refused(place, "spike", *words, recipe="run.toml")
     assert error.splitlines()[1] == "data.skip_steps: [] → [[3, 4]]"
-    words.append("train.rewind=2")
+    for step in (4, 5):
+        shutil.rmtree(step_folder(place / "runs/spike", step))
     train(place, "spike", *words, "run.stop_at_step=4", recipe="run.toml")
-    assert "resuming" in train(place, "spike", *words, recipe="run.toml")  # it does not rewind again
+    assert "resuming" in train(place, "spike", *words, recipe="run.toml")
     straight = ["train.steps=6", "data.skip_steps=[[3, 4]]"]
     train(place, "straight", *straight, recipe="run.toml")
     assert curve(place, "spike") == curve(place, "straight")
@@ -303,9 +272,7 @@ def test_a_rewind_skips_steps(place: Path):
     assert [(row["step"], row["why"], row["samples"]) for row in skipped] == [
         (3, "data.skip_steps", [8, 11]), (4, "data.skip_steps", [12, 15]),
     ]  # fmt: skip
-    card = (step_folder(place / "runs/spike", 6) / "README.md").read_text()
-    assert "| stage rewound-to-2 | 4 of 4 steps of 4 sequences" in card
-    assert "rewound here from step 5 |" in card
+    assert [stage.name for stage in progress.stages] == ["start"]
 
 
 @pytest.mark.parametrize(

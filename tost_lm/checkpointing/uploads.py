@@ -16,7 +16,7 @@ from tost_lm.checkpointing.run_folder import CHECKPOINTS, kept_folders, step_fol
 from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.errors import CheckpointError, StorageError
 from tost_lm.files import write_atomically
-from tost_lm.remote import fetch_folder, list_files, local_copy, move_folder, read_file, remove_folder, upload_folder
+from tost_lm.remote import fetch_folder, list_files, local_copy, read_file, remove_folder, upload_folder
 
 WAIT_S = 1.0
 OWNER = "owner.json"
@@ -115,34 +115,20 @@ def _is_uploaded(folder: Path, target: Path) -> bool:
     return found == sizes and read_file(target / MANIFEST) == (folder / MANIFEST).read_bytes()
 
 
-def set_aside(url: Path, after: int, target: Path) -> None:
-    """Move the checkpoints of a run at a URL that are after a step to `target`. Raises StorageError."""
-    for folder in step_folders(url):
-        if (step_of(folder) or 0) > after:
-            move_folder(folder, target / folder.name, MANIFEST)
-
-
-def fetch_newest(url: Path, run_folder: Path, rewind: int | None, warn: Callable[[str], None] = print) -> None:
+def fetch_newest(url: Path, run_folder: Path, warn: Callable[[str], None] = print) -> None:
     """Copy the newest checkpoint of a run at a URL into its folder, unless the folder has one that is not older. All
     ranks call it, and one of those that share the folder copies.
-
-    Args:
-        rewind: also the checkpoint after this step.
 
     Raises:
         StorageError: the storage cannot be reached, or refuses.
     """
-    found = step_folders(url)
     valid = [folder.name for folder in step_folders(run_folder) if _is_valid(folder)]
-    for folder in reversed([folder for folder in found if folder.name > max(valid, default="")]):
+    for folder in reversed([folder for folder in step_folders(url) if folder.name > max(valid, default="")]):
         try:
             _fetch(folder, run_folder, warn)
             break
         except CheckpointError as error:
             warn(f"skipped checkpoint: {error}")
-    for folder in found:
-        if step_of(folder) == rewind and folder.name not in valid:
-            _fetch(folder, run_folder, warn)
 
 
 def _fetch(folder: Path, run_folder: Path, warn: Callable[[str], None]) -> None:

@@ -50,7 +50,8 @@ def require_same_kind(
 def require_unchanged(stage: Stage, records: Sequence[StageRecord], run_folder: Path, *, is_first: bool) -> None:
     """Raises ConfigError unless a stage that has ended is as it was."""
     record = [one for one in records if one.first_step < stage.config.train.steps][-1]
-    changed = changes(record.settings, stage) + _other_start(stage, records, is_first=is_first)
+    last = stage.config.train.steps
+    changed = changes(record.settings, stage, last) + _other_start(stage, records, is_first=is_first)
     if changed:
         raise ConfigError(
             f"{run_folder}: stage {stage.name} has ended; undo the change, or branch from a checkpoint: run.name=NEW "
@@ -81,7 +82,7 @@ def as_recorded(
     here = stage._replace(first_step=record.first_step, schedule_from=record.schedule_from)
     if record.first_step != stage.first_step or (is_first and record.first_step):
         here = _with_warmup(here, record.warmup_steps)
-    changed = changes(record.settings, stage) + _other_start(stage, records, is_first=is_first)
+    changed = changes(record.settings, stage, step) + _other_start(stage, records, is_first=is_first)
     append = stage.config.run.on_config_change == "stage"
     try:
         if changed:
@@ -110,22 +111,6 @@ def appended(stage: Stage, before: StageRecord, step: int, name: str = "") -> St
     return _with_warmup(stage, warmup)._replace(name=name, first_step=step, schedule_from=step)
 
 
-def rewound(stage: Stage, before: StageRecord, step: int) -> Stage:
-    """The stage of a run that is rewound to `step`. The schedule goes on unless the settings have another one.
-
-    Raises:
-        ConfigError: as `appended`.
-    """
-    name = f"rewound-to-{step}"
-    _require_same_optimizer(stage.config, before, name)
-    here = _with_warmup(stage, before.warmup_steps)
-    here = here._replace(name=name, first_step=step, schedule_from=before.schedule_from)
-    goes_on = _schedule_of(before) == _schedule(here.config.optim, here.schedule_steps)
-    if _asks_for_warmup(stage.config, before) or not goes_on:
-        return appended(stage, before, step, name)
-    return here
-
-
 def _require_same_optimizer(config: PretrainConfig, before: StageRecord, name: str) -> None:
     if (kind := before.settings["optim"]["kind"]) != config.optim.kind:
         raise other_optimizer(f"stage {name}", kind)
@@ -145,14 +130,17 @@ def settings_of(stage: Stage) -> dict[str, Any]:
     return stage.what_is_trained().model_dump(mode="json", exclude={"model": {"plugins"}})
 
 
-def changes(recorded: dict[str, Any], new: Stage) -> list[str]:
-    """A line for each setting that identifies what is trained, beside those that may change with equal rates so far."""
-    lines = _lines(recorded, new)
+def changes(recorded: dict[str, Any], new: Stage, step: int) -> list[str]:
+    """A line for each setting that identifies what is trained in the run's first `step` steps, beside those that may
+    change with equal rates so far."""
+    lines = _lines(recorded, new, step)
     return lines if {line.partition(":")[0] for line in lines} - MAY_CHANGE else []
 
 
-def _lines(recorded: dict[str, Any], new: Stage) -> list[str]:
+def _lines(recorded: dict[str, Any], new: Stage, step: int) -> list[str]:
     known, ours = dict(leaves(recorded)), dict(leaves(settings_of(new)))
+    for tree in (known, ours):  # later steps may be skipped
+        tree["data.skip_steps"] = [[a, min(b, step)] for a, b in tree.get("data.skip_steps", []) if a <= step]
     # An earlier version had no such setting; it trained as the default value does.
     defaults = {path: default_of(PretrainConfig, path) for path in ours.keys() - known.keys()}
     lines = differences_of_trees(defaults | known, ours)
@@ -204,7 +192,7 @@ def _require_same_rates(record: StageRecord, new: Stage, step: int, run_folder: 
     first, optim, old, old_steps = record.schedule_from, new.config.optim, *_optim_of(record)
     if _schedule_of(record) == _schedule(optim, new.schedule_steps):
         return
-    what = f"{run_folder}: {', '.join(_lines(record.settings, new))}"
+    what = f"{run_folder}: {', '.join(_lines(record.settings, new, step))}"
     stable = first + steps_before_decay(old, old_steps)
     if step > stable:
         raise ConfigError(

@@ -36,7 +36,7 @@ class TrainingDataConfig(Section):
     packing: Literal["concatenated", "best-fit"] = "concatenated"
     """`concatenated`: samples are cut from the concatenated documents, as published; `best-fit`: document packing: a sample contains whole documents that do not see each other, and a document longer than a sample is cut."""
     skip_steps: list[StepRange] = Field(default_factory=list)
-    """Ranges of steps, first and last, whose batches are not trained on: [[101, 120]]. They count as steps, and the learning rates of all others stay."""
+    """Ranges of steps, first and last, whose batches are not trained on: [[101, 120]]. They count as steps, and the learning rates of all others stay. At a resume, steps after the checkpoint may be added."""
     workers: int = Field(default=1, ge=0)
     """Threads of each rank that read batches ahead (0: none). The batches do not depend on it."""
 
@@ -101,8 +101,6 @@ class TrainConfig(Section):
     """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Without [model] the model is that of the weights, else both must be equal except in the settings model.softmax.rope_*. Unset: weights are drawn at random."""
     branch_from: Annotated[Path | None, TAKES_URLS] = None
     """Branch: continue the run of this step folder in a run folder of its own, with its optimizer state, as one more stage: see [[stages]]. Also continues converted checkpoints of the released code."""
-    rewind: int | None = Field(default=None, gt=0)
-    """Go back to the checkpoint after this step, and on from there as one more stage, once: what followed it moves into RUN/rewound. See data.skip_steps."""
     skip_spike_sigma: float | None = Field(default=None, gt=0)
     """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last 128 (6 is usual). Without it only non-finite steps are skipped."""
 
@@ -274,7 +272,7 @@ class StageConfig(Section):
 
     @model_validator(mode="after")
     def _of_one_run(self) -> "StageConfig":
-        of_run = {"train": ("seed", "initial_weights", "branch_from", "rewind"), "checkpoint": ("upload",)}
+        of_run = {"train": ("seed", "initial_weights", "branch_from"), "checkpoint": ("upload",)}
         for section, name in ((section, name) for section, names in of_run.items() for name in names):
             if name in getattr(self, section):
                 raise ValueError(f"stage {self.name}: {section}.{name} is one for the whole run; remove it here")

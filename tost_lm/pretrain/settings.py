@@ -231,7 +231,7 @@ class Stage(NamedTuple):
         skipped = [(a, b) for a, b in config.data.skip_steps if b > self.first_step and a <= last]
         data = config.data.model_copy(update={"workers": 1, "skip_steps": skipped})
         optim = config.optim.model_copy(update={"warmup_steps": warmup_steps(config.optim, self.schedule_steps)})
-        train = config.train.model_copy(update={"micro_batch_size": 1, "rewind": None})
+        train = config.train.model_copy(update={"micro_batch_size": 1})
         # Initial weights may raise the context. Plugins are compared by the hashes of their texts.
         model = config.model.model_copy(update={"context_length": config.train.seq_len, "plugins": []})
         return config.model_copy(update={**CARRIED_OUT, "model": model, "data": data, "optim": optim, "train": train})

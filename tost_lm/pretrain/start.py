@@ -23,7 +23,7 @@ from tost_lm.checkpointing.format import (
     verify_checkpoint,
 )
 from tost_lm.checkpointing.reading import load_weights, restore
-from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, HEARTBEATS, find_checkpoint, step_folders, step_of
+from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, HEARTBEATS, find_checkpoint, step_folders
 from tost_lm.config import leaves, load_config
 from tost_lm.data.loader import Corpora
 from tost_lm.data.stages import StageSource
@@ -45,7 +45,6 @@ from tost_lm.pretrain.changes import (
     require_same_model,
     require_same_shape,
     require_unchanged,
-    rewound,
     settings_of,
 )
 from tost_lm.pretrain.settings import PretrainConfig
@@ -84,8 +83,6 @@ def find_start(
         verify_checkpoint(folder, hash_shards=hash_shards)
 
     def from_step_0() -> StageRun:
-        if config.train.rewind is not None:
-            raise ConfigError(f"train.rewind {config.train.rewind}: {config.run_folder} has no checkpoint; remove it")
         stage, *later = config.in_stages()
         corpora = open_corpora(stage.config.data.folders)
         require_same_kind(later, stage.config.model, corpora.tokenizer().sha256, open_corpora)
@@ -100,43 +97,17 @@ def find_start(
     checkpoints = tuple(step_folders(folder))
     if not checkpoints:
         recorded = load_config(PretrainConfig, folder / SETTINGS).in_stages()[0]
-        if changed := changes(settings_of(recorded), config.in_stages()[0]):
+        if changed := changes(settings_of(recorded), config.in_stages()[0], 0):
             raise other_settings(folder, changed)
         return from_step_0()
     newest = find_checkpoint(folder, warn, verify)
-    older = _rewound_to(config, newest, verify)
-    start = _resumed(config, older or newest, step_of(newest) if older else None, open_corpora)
-    return start._replace(resume_from=older or newest, checkpoints=checkpoints)
-
-
-def _rewound_to(config: PretrainConfig, newest: Path, verify: Callable[[Path], None]) -> Path | None:
-    """The checkpoint of train.rewind; None: there is none, or the run was rewound to it.
-
-    Raises:
-        ConfigError: the run has no such checkpoint.
-        CheckpointError: it is damaged.
-    """
-    step = config.train.rewind
-    rewinds = [one.first_step for one in Progress.read(newest).stages if one.rewound_from is not None]
-    if step is None or step in rewinds:
-        return None
-    found = {step_of(folder): folder for folder in step_folders(config.run_folder) if folder.name <= newest.name}
-    if step not in found:
-        raise ConfigError(
-            f"train.rewind {step}: {config.run_folder} has no checkpoint after this step; set one of "
-            f"{', '.join(map(str, found))}"
-        )
-    verify(found[step])
-    return found[step]
+    return _resumed(config, newest, open_corpora)._replace(resume_from=newest, checkpoints=checkpoints)
 
 
 def _resumed(
-    config: PretrainConfig,
-    checkpoint: Path,
-    rewound_from: int | None,
-    open_corpora: Callable[[Mapping[Path, float]], Corpora],
+    config: PretrainConfig, checkpoint: Path, open_corpora: Callable[[Mapping[Path, float]], Corpora]
 ) -> StageRun:
-    """The start at a checkpoint of the run, in the stage that its next step is in, or at a rewind in one of its own."""
+    """The start at a checkpoint of the run, in the stage that its next step is in."""
     progress, stages, run_folder = Progress.read(checkpoint), config.in_stages(), config.run_folder
     step, records = progress.step, progress.stages
     current = max(number for number, one in enumerate(stages) if number == 0 or one.first_step <= step)
@@ -144,9 +115,7 @@ def _resumed(
     begins = current > 0 and stage.first_step == step
     for number, finished in enumerate(stages[:current]):
         require_unchanged(finished, records, run_folder, is_first=number == 0)
-    if rewound_from is not None and not begins:
-        stage, begins = rewound(stage, records[-1], step), True
-    elif not begins:
+    if not begins:
         stage, begins = as_recorded(stage, records, step, run_folder, is_first=current == 0)
     todo = [stage, *stages[current + 1 :]]
     require_same_kind(todo, read_model_config(checkpoint), progress.tokenizer_sha256, open_corpora)
@@ -163,8 +132,7 @@ def _resumed(
             )
         record = replace(records[-1], sources=corpora.sources, settings=settings_of(given))  # perhaps more steps
         return StageRun(config, stage, corpora, (*records[:-1], record))
-    record = replace(record_of(stage, corpora, given), rewound_from=rewound_from)
-    return StageRun(config, stage, corpora, (*records, record))
+    return StageRun(config, stage, corpora, (*records, record_of(stage, corpora, given)))
 
 
 def _identities(sources: Sequence[StageSource]) -> list[tuple[str, float]]:

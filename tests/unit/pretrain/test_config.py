@@ -229,7 +229,7 @@ ODD = [
     "{a=inf}",
     "2000-01-01",
 ]
-OF_THE_RUN = {"seed", "initial_weights", "branch_from", "rewind", "tokens", "kind"}
+OF_THE_RUN = {"seed", "initial_weights", "branch_from", "tokens", "kind"}
 
 
 @pytest.mark.parametrize("section", sorted(set(StageConfig.model_fields) - {"name", "from_step", "tokens"}))

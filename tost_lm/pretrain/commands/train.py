@@ -77,7 +77,7 @@ def _train(
 
     if upload := config.upload_folder:
         require_same_run(upload, config.run_folder)
-        fetch_newest(upload, config.run_folder, config.train.rewind, log)
+        fetch_newest(upload, config.run_folder, log)
     start = find_start(config, log)
     if _is_done(start):  # no engine will read and hash the shards
         start = find_start(config, log, hash_shards=True)
