@@ -213,31 +213,19 @@ def test_a_change_at_a_resume_is_one_more_stage(place: Path):
     train(place, "changed", *words, "run.stop_at_step=2", recipe="run.toml")
     new = [*words, "optim.lr=1e-3", "train.seq_len=32", "train.global_batch_size=2"]
     error = refused(place, "changed", *new, recipe="run.toml")
-    assert "go on with the new settings as one more stage: run.on_config_change=stage" in error.splitlines()[0]
+    assert error.splitlines()[0].endswith("or make the change one more stage: [[stages]] with from_step = 2")
     assert error.splitlines()[1:] == [
         "optim.lr: 0.01 → 0.001", "train.global_batch_size: 4 → 2", "train.seq_len: 64 → 32",
     ]  # fmt: skip
-    new.append("run.on_config_change=stage")
+    stage = "{name = 'shorter', from_step = 2, optim = {lr = 1e-3}, train = {seq_len = 32, global_batch_size = 2}}"
+    new = [*words, f"stages=[{stage}]"]
     train(place, "changed", *new, "run.stop_at_step=3", recipe="run.toml")
     assert "resuming" in train(place, "changed", *new, recipe="run.toml")  # the same command, in the same stage
     assert [row[3:] for row in curve(place, "changed")] == [
         (pytest.approx(1e-2 / 3), 256), (pytest.approx(2e-2 / 3), 512), (1e-3, 576), (1e-3, 640),
     ]  # fmt: skip
     stages = Progress.read(step_folder(place / "runs/changed", 4)).stages
-    assert [(stage.name, stage.first_step) for stage in stages] == [("start", 0), ("from-step-2", 2)]
-
-
-def test_a_change_in_the_middle_of_a_stage_stays_one_stage(place: Path):
-    """The same command resumes in it, and the recipe's next stage follows."""
-    train_until(place, "middle", 4, 6)
-    write_recipe(place, "middle.toml", longer="optim.beta1 = 0.8")
-    words = ["run.on_config_change=stage"]
-    for step in (7, 8, 10):
-        train(place, "middle", *words, f"run.stop_at_step={step}", recipe="middle.toml")
-    stages = Progress.read(step_folder(place / "runs/middle", 10)).stages
-    assert [(stage.name, stage.first_step) for stage in stages] == [
-        ("start", 0), ("longer", 4), ("from-step-6", 6), ("longest", 8),
-    ]  # fmt: skip
+    assert [(stage.name, stage.first_step) for stage in stages] == [("start", 0), ("shorter", 2)]
 
 
 def test_other_shards_in_the_same_folder_are_one_more_stage(place: Path):
@@ -247,7 +235,7 @@ def test_other_shards_in_the_same_folder_are_one_more_stage(place: Path):
     shutil.rmtree(place / "replaced")
     shutil.copytree(place / "out/shards", place / "replaced")
     assert "was trained on other shards" in refused(place, "replaced", *words, recipe="run.toml")
-    train(place, "replaced", *words, "run.on_config_change=stage", recipe="run.toml")
+    train(place, "replaced", *words, "stages=[{name = 'other', from_step = 2}]", recipe="run.toml")
     assert [stage.first_step for stage in Progress.read(step_folder(place / "runs/replaced", 4)).stages] == [0, 2]
 
 

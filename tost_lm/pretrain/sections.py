@@ -220,8 +220,6 @@ class RunConfig(Section):
     """End the run after this many skipped steps in a row."""
     profile_steps: StepRange | None = None
     """First and last step, as in the log, to trace with torch.profiler: one file per rank in profile/."""
-    on_config_change: Literal["refuse", "stage"] = "refuse"
-    """Behaviour when the run folder has a run with other settings or shards: `refuse` prints the differences and exits; `stage` goes on from the newest checkpoint with the new settings, as one more stage."""
 
     @model_validator(mode="after")
     def _loggers_exist(self, info: ValidationInfo) -> "RunConfig":

@@ -1,7 +1,6 @@
 """Where a run starts: at its newest valid checkpoint, at one that it branches from, or with initial weights.
 
-Every change of what is trained is one more stage: one of [[stages]], one that is appended to a run
-(run.on_config_change=stage), or a branch.
+Every change of what is trained is one more stage: one of [[stages]], or a branch.
 """
 
 import gc
@@ -34,9 +33,10 @@ from tost_lm.parallel.agreement import error_of_all_ranks, require_agreement, se
 from tost_lm.parallel.engine import Engine
 from tost_lm.pretrain.changes import (
     MAY_CHANGE,
-    appended,
     as_recorded,
+    branched,
     changes,
+    one_more_stage,
     other_optimizer,
     other_settings,
     other_tokenizer,
@@ -98,7 +98,7 @@ def find_start(
     if not checkpoints:
         recorded = load_config(PretrainConfig, folder / SETTINGS).in_stages()[0]
         if changed := changes(settings_of(recorded), config.in_stages()[0], 0):
-            raise other_settings(folder, changed)
+            raise other_settings(folder, changed, "remove the folder, which has no checkpoint")
         return from_step_0()
     newest = find_checkpoint(folder, warn, verify)
     return _resumed(config, newest, open_corpora)._replace(resume_from=newest, checkpoints=checkpoints)
@@ -116,19 +116,15 @@ def _resumed(
     for number, finished in enumerate(stages[:current]):
         require_unchanged(finished, records, run_folder, is_first=number == 0)
     if not begins:
-        stage, begins = as_recorded(stage, records, step, run_folder, is_first=current == 0)
+        stage = as_recorded(stage, records, step, run_folder, is_first=current == 0)
     todo = [stage, *stages[current + 1 :]]
     require_same_kind(todo, read_model_config(checkpoint), progress.tokenizer_sha256, open_corpora)
     corpora = open_corpora(stage.config.data.folders)
     if not begins:
-        other = _identities(records[-1].sources) != _identities(corpora.sources)
-        if other and config.run.on_config_change == "stage":
-            stage = appended(given, records[-1], step)
-            return StageRun(config, stage, corpora, (*records, record_of(stage, corpora, given)))
-        if other:
+        if _identities(records[-1].sources) != _identities(corpora.sources):
             raise CheckpointError(
                 f"{checkpoint}: was trained on other shards than those in "
-                f"{', '.join(map(str, stage.config.data.folders))}; choose another run.name"
+                f"{', '.join(map(str, stage.config.data.folders))}; choose another run.name, or {one_more_stage(step)}"
             )
         record = replace(records[-1], sources=corpora.sources, settings=settings_of(given))  # perhaps more steps
         return StageRun(config, stage, corpora, (*records[:-1], record))
@@ -175,7 +171,7 @@ def _with_initial_weights(start: StageRun, warn: Callable[[str], None], verify: 
         )
     theirs = replace(Progress.read(folder), wandb_run_id="", tokenizer_sha256=start.corpora.tokenizer().sha256)
     if theirs.stages:
-        stage = appended(start.stage, theirs.stages[-1], theirs.step, "branch")
+        stage = branched(start.stage, theirs.stages[-1], theirs.step)
         progress = theirs.in_stage(record_of(stage, start.corpora, start.stage))
     else:  # converted from the released code: it goes on with its schedule and its data
         if config.optim.kind != "adamw":

@@ -156,7 +156,7 @@ def test_a_checkpoint_of_another_run_is_refused(run: Path):
         (
             {"schedule": "wsd", "decay_steps": 4},
             90,
-            r"\(optim.schedule wsd\) decays after step 5, .*on_config_change=stage",
+            r"\(optim.schedule wsd\) decays after step 5, .*from_step = 6",
         ),
         ({"schedule": "wsd", "decay_steps": 7}, 90, r"\(optim.schedule wsd\) decays after step 2, .*; undo the change"),
         ({"schedule": "linear"}, 90, r"\(optim.schedule linear\) decays after step 0, .*; undo the change"),
