@@ -107,11 +107,7 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Engine:
 
 
 def build_writer(
-    engine: Engine,
-    start: StageRun,
-    check_folder: Callable[[], None],
-    first_step: int = 0,
-    uploads: Uploads | None = None,
+    engine: Engine, start: StageRun, first_step: int = 0, uploads: Uploads | None = None
 ) -> CheckpointWriter:
     """The writer of a run's checkpoints; all ranks call it together. The run starts after `first_step` steps.
 
@@ -120,7 +116,7 @@ def build_writer(
     """
     config = start.config
     card = partial(model_card, run=config.run_folder)
-    files = RunFiles(config.run_folder, check_folder, to_toml(start.run), start.corpora.tokenizer(), card, uploads)
+    files = RunFiles(config.run_folder, to_toml(start.run), start.corpora.tokenizer(), card, uploads)
     writer = CheckpointWriter(engine, files, config.checkpoint, config.run.timeouts)
     last = start.run.in_stages()[-1].config.last_step
     writer.require_disk_space(first_step, last, keeps_best=config.validation.interval is not None)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, HEARTBEATS
 from tost_lm.checkpointing.run_lock import run_lock
+from tost_lm.checkpointing.uploads import Uploads
 from tost_lm.data.prefetch import MicroBatch, prefetched
 from tost_lm.model.flops import document_flops
 from tost_lm.optim.settings import learning_rate
@@ -31,21 +32,14 @@ from tost_lm.pretrain.validation import build_validation
 from tost_lm.torch_internals import enable_flight_recorder
 
 if TYPE_CHECKING:
-    from tost_lm.checkpointing.uploads import Uploads
     from tost_lm.tasks.in_training import TasksInTraining
 
 
-def train(
-    start: StageRun,
-    graceful_stop: GracefulStop,
-    evaluation: "TasksInTraining | None" = None,
-    uploads: "Uploads | None" = None,
-) -> str:
+def train(start: StageRun, graceful_stop: GracefulStop, evaluation: "TasksInTraining | None" = None) -> str:
     """Train the stage of `start` to its last step or `run.stop_at_step`, from its checkpoint or from step 0.
 
     Args:
         evaluation: runs every `evaluation.interval` steps; None: there is none.
-        uploads: on rank 0, of a run with `checkpoint.upload`.
 
     Returns:
         Why the launch ended: one of `graceful_stop.REASONS`, or NEXT_STAGE if another stage follows; empty: the run, or
@@ -64,9 +58,9 @@ def train(
         start = start.with_config(with_tile_size(start.config, world))
         if world.rank == 0 and (warning := memory_warning(start.config, world)):
             print(warning, flush=True)
-        with run_lock(folder, world.rank) as check, explain_out_of_memory(start.config, heartbeat):
+        with run_lock(folder, world.rank), explain_out_of_memory(start.config, heartbeat):
             try:
-                trainer = Trainer(start, graceful_stop, evaluation, world, heartbeat, check, uploads)
+                trainer = Trainer(start, graceful_stop, evaluation, world, heartbeat)
             except OtherStageError:
                 stop_world()
                 return NEXT_STAGE
@@ -86,8 +80,6 @@ class Trainer:
         evaluation: "TasksInTraining | None",
         world: World,
         heartbeat: Heartbeat,
-        check_folder: Callable[[], None],
-        uploads: "Uploads | None" = None,
     ) -> None:
         """Build what trains, with the values of `start`, and open the run folder."""
         warn = print if world.rank == 0 else lambda line: None
@@ -105,12 +97,13 @@ class Trainer:
         self.times = RankTimes(self.engine.module, self.mesh)
         self.profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
         self.validation = build_validation(config, corpora, self.mesh, self.tiling)
-        self.writer = build_writer(self.engine, start, check_folder, self.progress.step, uploads)
+        upload = config.upload_folder if world.rank == 0 else None
+        uploads = Uploads(upload, config.run_folder) if upload else None
+        self.writer = build_writer(self.engine, start, self.progress.step, uploads)
         self.document_flops, self.flops = document_flops(config.model), 0.0  # flops: since the last row of metrics
         self.stop = StopOfRanks(graceful_stop, world.size, lambda: self.writer.seconds_to_stop)
         self.metrics = open_folder(start, self.progress, world, heartbeat, self.tiling)
         self.progress = replace(self.progress, wandb_run_id=self.metrics.wandb_run_id)
-        self.writer.poll()
         self.stop_reason = graceful_stop.start_training(self.stop.reason)  # a barrier, too: the run folder exists
 
     def train(self) -> str:
