@@ -74,11 +74,6 @@ def log_end(
     elif stop_reason:
         how = f"stopped on {stop_reason} with everything saved; run the same command to resume"
         metrics.event(step, "stopped", why=stop_reason)
-    elif config.stops_early(progress):
-        how = (
-            f"done: {progress.validations_since_lowest} validations in a row had no lower loss (validation.stop_after)"
-        )
-        metrics.event(step, "done", why="validation.stop_after")
     elif step < config.train.steps or not is_last_stage:
         how = "stopped at run.stop_at_step"
         metrics.event(step, "stopped", why="run.stop_at_step")

@@ -164,14 +164,6 @@ class ValidationConfig(Section):
     """Steps between validations; without it there are none."""
     sequences: int = Field(default=64, gt=0)
     """Number of sequences of train.seq_len tokens, the same each time, over all ranks; at most one pass over the held-out split."""
-    stop_after: int | None = Field(default=None, gt=0)
-    """End the run after this many validations in a row whose loss was not below the lowest one before. Its checkpoint stays."""
-
-    @model_validator(mode="after")
-    def _stops_after_validations(self) -> "ValidationConfig":
-        if self.stop_after and self.interval is None:
-            raise ValueError("validation.stop_after has no effect without validations: set validation.interval")
-        return self
 
 
 class EvaluationConfig(Section):
@@ -253,7 +245,7 @@ class StageConfig(Section):
     train: dict[str, Any] = Field(default_factory=dict)
     """train.seq_len, batches, numbers and their precision; not the seed."""
     validation: dict[str, Any] = Field(default_factory=dict)
-    """Changes of [validation]; the lowest loss is that of the stage."""
+    """Changes of [validation]."""
     evaluation: dict[str, Any] = Field(default_factory=dict)
     """Changes of [evaluation]."""
     parallel: dict[str, Any] = Field(default_factory=dict)

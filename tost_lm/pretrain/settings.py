@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from tost_lm.checkpointing.format import Progress, read_model_config
+from tost_lm.checkpointing.format import read_model_config
 from tost_lm.checkpointing.run_folder import find_checkpoint, step_of
 from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.config import Section, load_config, merged, path_or_url, validate
@@ -167,10 +167,6 @@ class PretrainConfig(Section):
     def last_step(self) -> int:
         """The last step of this launch."""
         return min(self.train.steps, self.run.stop_at_step or self.train.steps)
-
-    def stops_early(self, progress: Progress) -> bool:
-        """Whether `validation.stop_after` has ended the run."""
-        return 0 < (self.validation.stop_after or 0) <= progress.validations_since_lowest
 
     def with_context_of(self, weights: ModelConfig) -> "PretrainConfig":
         """The settings for a model that continues from these weights: it was trained on their context length, too."""

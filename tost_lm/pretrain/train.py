@@ -150,7 +150,7 @@ class Trainer:
         if (validation := self.validation) and due(config.validation.interval):
             row = self.measured(lambda beat: validation.measure(self.engine, beat, self.metrics.log))
             self.metrics.validation({"step": step, **row})
-            self.progress = self.progress.after_validation(row["loss"])
+            self.progress = replace(self.progress, validation_loss=row["loss"])
         if (evaluation := self.evaluation) and due(config.evaluation.interval):
             for row in self.measured(lambda beat: evaluation.measure(self.engine, beat)):
                 self.metrics.evaluation({"step": step, **row})
@@ -189,8 +189,7 @@ class Trainer:
     @property
     def is_over(self) -> bool:
         """Whether no step follows."""
-        done = self.progress.step >= self.config.last_step or self.config.stops_early(self.progress)
-        return done or bool(self.stop_reason)
+        return self.progress.step >= self.config.last_step or bool(self.stop_reason)
 
     def is_due(self, interval: int | None) -> bool:
         """Whether a measurement is due: at multiples of `interval` and after the last step."""

@@ -81,13 +81,12 @@ def _train(config: PretrainConfig, graceful_stop: "GracefulStop", log: Callable[
     if start.resume_from and _is_done(start):
         progress = Progress.read(start.resume_from)
         progress.require_finite_validation(stage.train.steps, stage.run_folder)
-        early = ": validation.stop_after has ended the run" if stage.stops_early(progress) else ""
         if upload and os.environ.get("RANK", "0") == "0":
             with run_lock(stage.run_folder, rank=0):
                 uploads = Uploads(upload, stage.run_folder)
                 uploads.start(start.resume_from, stage.checkpoint)  # those of a launch that was killed meanwhile
                 uploads.finish()
-        log(f"reusing {start.resume_from}: nothing is left to train up to step {stage.last_step}{early}")
+        log(f"reusing {start.resume_from}: nothing is left to train up to step {stage.last_step}")
         return ""
     if start.weights_from:
         start = start.with_config(stage.with_context_of(read_model_config(start.weights_from)))
@@ -99,11 +98,7 @@ def _train(config: PretrainConfig, graceful_stop: "GracefulStop", log: Callable[
 
 
 def _is_done(start: "StageRun") -> bool:
-    if start.resume_from is None:
-        return False
-    progress, config = Progress.read(start.resume_from), start.config
-    begins = len(progress.stages) < len(start.records)
-    return progress.step >= config.last_step or (not begins and config.stops_early(progress))
+    return start.resume_from is not None and Progress.read(start.resume_from).step >= start.config.last_step
 
 
 def run() -> NoReturn:
