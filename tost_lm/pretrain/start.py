@@ -4,11 +4,9 @@ Every change of what is trained is one more stage: one of [[stages]], or a branc
 """
 
 import gc
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +48,6 @@ from tost_lm.pretrain.changes import (
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.stage_run import InitialWeights, StageRun
 from tost_lm.remote import RemotePath, local_copy
-
-
-class OtherStageError(Exception):
-    """The launch has to begin again, in the processes of another stage."""
 
 
 def find_start(
@@ -245,8 +239,8 @@ def start_engine(
         The engine, its progress, and what it starts from.
 
     Raises:
-        TostError: as `find_start`, on all ranks.
-        OtherStageError: the newest valid checkpoint is in another stage; rank 0 has moved the damaged ones aside.
+        TostError: as `find_start`, or the newest valid checkpoint is in another stage, which needs processes of its
+            own; on all ranks.
     """
     damaged: dict[Path, str] = {}
     while True:
@@ -264,18 +258,8 @@ def start_engine(
             raise error_of_all_ranks([str(error)], type(error)) from None
         require_agreement({"checkpoint": str(found.weights_from)}, "start all ranks from one shared folder")
         if found.stage.first_step != start.stage.first_step:
-            if os.environ.get("RANK", "0") == "0":
-                _move_aside(damaged, found, warn)
-            raise OtherStageError
+            raise error_of_all_ranks([*damaged.values()], CheckpointError)
         start = found.with_config(start.config)
-
-
-def _move_aside(damaged: Iterable[Path], start: StageRun, warn: Callable[[str], None]) -> None:
-    """Rename damaged checkpoints, so that the next launch does not begin in their stage."""
-    for folder in damaged:
-        aside = folder.with_name(f"damaged_{folder.name}_{datetime.now():%Y%m%d-%H%M%S}")
-        folder.rename(aside)
-        warn(f"renamed {folder} to {aside.name}: the newest valid checkpoint is in stage {start.stage.name}")
 
 
 def _set_state(engine: Engine, start: StageRun) -> Progress:

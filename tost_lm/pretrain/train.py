@@ -26,7 +26,7 @@ from tost_lm.pretrain.profiler import Profiler
 from tost_lm.pretrain.rank_times import RankTimes
 from tost_lm.pretrain.spikes import SpikeGuard
 from tost_lm.pretrain.stage_run import StageRun
-from tost_lm.pretrain.start import OtherStageError, require_same_start, start_engine
+from tost_lm.pretrain.start import require_same_start, start_engine
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.validation import build_validation
 from tost_lm.torch_internals import enable_flight_recorder
@@ -59,11 +59,7 @@ def train(start: StageRun, graceful_stop: GracefulStop, evaluation: "TasksInTrai
         if world.rank == 0 and (warning := memory_warning(start.config, world)):
             print(warning, flush=True)
         with run_lock(folder, world.rank), explain_out_of_memory(start.config, heartbeat):
-            try:
-                trainer = Trainer(start, graceful_stop, evaluation, world, heartbeat)
-            except OtherStageError:
-                stop_world()
-                return NEXT_STAGE
+            trainer = Trainer(start, graceful_stop, evaluation, world, heartbeat)
             stop_reason = trainer.train()
             stop_world()
             trainer.writer.finish_uploads(lambda: heartbeat.record(trainer.progress.step, "leaving"))
