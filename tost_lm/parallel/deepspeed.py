@@ -42,10 +42,6 @@ class DeepSpeedEngine(Engine):
         if 0 < self._stage < 3:
             engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    @property
-    def replicated_part(self) -> int | None:
-        return 0 if self._stage == 0 and self.mesh.replicas.size > 1 else None
-
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
         return self._engine(*arguments, **options)
 
@@ -87,7 +83,7 @@ class DeepSpeedEngine(Engine):
     def whole(self, name: str, statistic: str = "") -> Tensor | None:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        parameter, (_, partition) = self.parameters[name], self.updated()[0]
+        parameter, partition = self.parameters[name], self.updated()[0]
         if statistic and not self.optimizer.state[partition]["step"]:
             return None
         if self._stage == 0:
@@ -96,12 +92,10 @@ class DeepSpeedEngine(Engine):
             return safe_get_full_optimizer_state(parameter, statistic)
         return safe_get_full_fp32_param(parameter)
 
-    def updated(self) -> Sequence[tuple[str, Tensor]]:
+    def updated(self) -> Sequence[Tensor]:
         if self._stage == 3:  # passes them to torch's optimizer one at a time
-            partitions = self._engine.optimizer.fp32_partitioned_groups_flat
-        else:
-            partitions = [partition for group in self.optimizer.param_groups for partition in group["params"]]
-        return [(f"weights {index}", partition) for index, partition in enumerate(partitions)]
+            return self._engine.optimizer.fp32_partitioned_groups_flat
+        return [partition for group in self.optimizer.param_groups for partition in group["params"]]
 
     @torch.no_grad()
     def set_state(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
