@@ -127,13 +127,9 @@ class PretrainConfig(Section):
         only_fsdp = {
             "train.skip_spike_sigma": self.train.skip_spike_sigma,
             "memory.tile_tokens": self.memory.tile_tokens,
-            f"optim.kind {self.optim.kind}": self.optim.kind == "muon",
             "train.compile at parallel.zero_stage 3": self.train.compile and self.parallel.zero_stage == 3,
             "memory.mlp_tile_tokens at parallel.zero_stage 3": (
                 self.memory.mlp_tile_tokens and self.parallel.zero_stage == 3
-            ),
-            "train.dtype bfloat16 at parallel.zero_stage 0": (
-                self.train.dtype == "bfloat16" and self.parallel.zero_stage == 0
             ),
         }
         yield from (only_with_fsdp(setting) for setting, is_set in only_fsdp.items() if is_set)
