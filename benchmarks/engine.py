@@ -13,7 +13,7 @@ from tost_lm.data.samples import pack
 from tost_lm.model import ModelConfig
 from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig
-from tost_lm.parallel.engine import Engine
+from tost_lm.parallel.engine import Engine, StepSettings
 from tost_lm.parallel.fsdp import build_engine
 from tost_lm.parallel.mesh import Axis, Mesh
 from tost_lm.parallel.settings import ParallelConfig
@@ -38,7 +38,7 @@ def engine_of(
     prepare(model)
     return build_engine(
         model, ADAMW.build(model, optim), mesh_of_one(torch.device(device)), ParallelConfig(),
-        accumulation=accumulation, grad_clip=optim.grad_clip, bfloat16=bfloat16,
+        StepSettings(accumulation, optim.grad_clip, bfloat16),
     )  # fmt: skip
 
 

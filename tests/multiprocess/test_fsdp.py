@@ -129,7 +129,7 @@ def logits_and_whole_weights(tensor: int) -> tuple[list[tuple[Tensor, Tensor]], 
     train_steps(engine, "adamw", range(1))
     look()
     compare()
-    engine.backward(engine(tokens, labels=labels, output_state=False).loss)
+    engine.backward([engine(tokens, labels=labels, output_state=False).loss])
     look()
     return logits, whole
 
@@ -145,12 +145,12 @@ def test_an_untied_head_is_whole_while_it_computes(tensor: int):
 
 def call_with(plants: list[str], function: Any, *arguments: Any) -> Any:
     """The result of a function of this module while mistakes are planted."""
-    without_states = lambda engine, roots, *_: torch.autograd.backward(
-        roots[0], torch.full_like(roots[0], 1 / engine._accumulation)
+    without_states = lambda engine, roots, *_, **__: torch.autograd.backward(
+        roots[0], torch.full_like(roots[0], 1 / engine._settings.accumulation)
     )
     policy = lambda **options: MixedPrecisionPolicy(**{**options, "cast_forward_inputs": True})
     planted = {
-        "no gradients of states": (patch.object(fsdp.TorchEngine, "_backward", without_states),),
+        "no gradients of states": (patch.object(fsdp.TorchEngine, "backward", without_states),),
         "cast inputs": (
             patch.object(fsdp, "MixedPrecisionPolicy", policy),
             patch.object(fsdp, "_Call", lambda *inputs: inputs),

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from tost_lm.errors import TrainingError
 from tost_lm.model.block import LMOutput
 from tost_lm.model.lm import TostLM
-from tost_lm.parallel.engine import Engine
+from tost_lm.parallel.engine import Engine, StepSettings
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.rank_weights import allocate
 from tost_lm.parallel.settings import ParallelConfig
@@ -48,7 +48,7 @@ class DeepSpeedEngine(Engine):
     def set_training(self, training: bool) -> None:
         self._engine.train(training)
 
-    def _backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor], ends_step: bool) -> None:
+    def backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor] = (), *, ends_step: bool = True) -> None:
         [loss] = roots  # the settings refuse tiles
         self._engine.set_gradient_accumulation_boundary(ends_step)
         self._engine.backward(loss)
@@ -115,24 +115,21 @@ def build_engine(
     optimizer: torch.optim.Optimizer,
     mesh: Mesh,
     parallel: ParallelConfig,
-    *,
-    accumulation: int,
-    grad_clip: float,
-    bfloat16: bool,
+    settings: StepSettings,
 ) -> DeepSpeedEngine:
     """An engine around a model that is on its device, with values or without (`allocate`)."""
     deepspeed = _import_deepspeed(mesh.device.type)
     config = {
         "train_micro_batch_size_per_gpu": 1,  # which nothing uses here
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": grad_clip,
+        "gradient_accumulation_steps": settings.accumulation,
+        "gradient_clipping": settings.grad_clip,
         "zero_optimization": {
             "stage": parallel.zero_stage,
             "reduce_bucket_size": max(BUCKET_ELEMENTS, *(parameter.numel() for parameter in model.parameters())),
             "overlap_comm": True,
         },
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": bfloat16, "check_grad_overflow": True},
+        "bf16": {"enabled": settings.bfloat16, "check_grad_overflow": True},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "steps_per_print": 2**62,

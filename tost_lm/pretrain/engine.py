@@ -18,7 +18,7 @@ from tost_lm.model.config import ModelConfig
 from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.parallel.apply import checkpoint_context, parallelize
-from tost_lm.parallel.engine import Engine
+from tost_lm.parallel.engine import Engine, StepSettings
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.settings import PretrainConfig
@@ -100,9 +100,7 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Engine:
         optimizer_of(config.optim).build(model, config.optim),
         mesh,
         parallel,
-        accumulation=config.accumulation(mesh.tensor.size * mesh.replicas.size),
-        grad_clip=config.optim.grad_clip,
-        bfloat16=bfloat16,
+        StepSettings(config.accumulation(mesh.tensor.size * mesh.replicas.size), config.optim.grad_clip, bfloat16),
     )
 
 

@@ -117,8 +117,7 @@ def forward_and_backward(
         batches = list(tile_batches(*batch, label_count, tiling.tiles))
 
         def backward(is_first_tile: bool, roots: Sequence[Tensor], d_roots: Sequence[Tensor]) -> None:
-            loss, *states = roots
-            engine.backward(loss, states, d_roots[1:], ends_step=ends_step and is_first_tile)
+            engine.backward(roots, d_roots[1:], ends_step=ends_step and is_first_tile)
 
         _, *scalars = _sums(_losses_of_tiles(engine, batches, tiling.states_on_host, backward)).items()
         return dict(scalars)
@@ -130,7 +129,7 @@ def forward_and_backward(
         tiling=tiling,
     )
     assert output.loss is not None
-    engine.backward(output.loss, ends_step=ends_step)
+    engine.backward([output.loss], ends_step=ends_step)
     return output.scalars
 
 

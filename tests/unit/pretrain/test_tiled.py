@@ -17,6 +17,7 @@ from tost_lm.mixers.tssa.layer import TssaMixer
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
+from tost_lm.parallel.engine import StepSettings
 from tost_lm.parallel.fsdp import build_engine
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.tiled import TiledLM, forward_and_backward, tile, tiled_backward
@@ -167,15 +168,7 @@ def test_numbers_that_layers_report_are_those_of_whole_rows(monkeypatch: pytest.
     if compiled:
         compile_blocks(tiled)
     count = (labels != IGNORED_LABEL).sum()
-    engine = build_engine(
-        tiled,
-        torch.optim.SGD(tiled.parameters()),
-        mesh,
-        ParallelConfig(),
-        accumulation=1,
-        grad_clip=0.0,
-        bfloat16=False,
-    )
+    engine = build_engine(tiled, torch.optim.SGD(tiled.parameters()), mesh, ParallelConfig(), StepSettings())
     of_tiles = forward_and_backward(engine, MicroBatch(tokens, labels), count, tile(mesh, T, 5), ends_step=True)
     for found in (whole.scalars, of_tiles):
         assert found.keys() == expected.keys()
