@@ -95,7 +95,7 @@ def branched(stage: Stage, before: StageRecord, step: int) -> Stage:
             f"stage branch: is after step {step}, and train.steps is {config.train.steps}; set more steps"
         )
     if recorded["kind"] != config.optim.kind:
-        raise other_optimizer("stage branch", recorded["kind"])
+        raise ConfigError(f'stage branch: has the state of another optimizer; set optim.kind = "{recorded["kind"]}"')
     asks_for_warmup = config.optim.warmup_steps not in (None, recorded["warmup_steps"])
     here = _with_warmup(stage, config.optim.warmup_steps or 0 if asks_for_warmup else 0)
     return here._replace(name="branch", first_step=step, schedule_from=step)
@@ -141,10 +141,6 @@ def one_more_stage(step: int) -> str:
 def other_settings(folder: Path, changed: Sequence[str], fix: str) -> ConfigError:
     first = f"{folder}: this run has other settings; undo the change, choose another run.name, or {fix}"
     return ConfigError("\n".join([first, *changed]))
-
-
-def other_optimizer(what: str, kind: str) -> ConfigError:
-    return ConfigError(f'{what}: has the state of another optimizer; set optim.kind = "{kind}"')
 
 
 def other_tokenizer(what: str, config: PretrainConfig) -> DataError:

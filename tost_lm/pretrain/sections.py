@@ -100,7 +100,7 @@ class TrainConfig(Section):
     initial_weights: Annotated[Path | None, TAKES_URLS] = None
     """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Without [model] the model is that of the weights, else both must be equal except in the settings model.softmax.rope_*. Unset: weights are drawn at random."""
     branch_from: Annotated[Path | None, TAKES_URLS] = None
-    """Branch: continue the run of this step folder in a run folder of its own, with its optimizer state, as one more stage: see [[stages]]. Also continues converted checkpoints of the released code."""
+    """Branch: continue the run of this step folder in a run folder of its own, with its optimizer state, as one more stage: see [[stages]]."""
     skip_spike_sigma: float | None = Field(default=None, gt=0)
     """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last 128 (6 is usual). Without it only non-finite steps are skipped."""
 

@@ -35,7 +35,6 @@ from tost_lm.pretrain.changes import (
     branched,
     changes,
     one_more_stage,
-    other_optimizer,
     other_settings,
     other_tokenizer,
     record_of,
@@ -159,21 +158,14 @@ def _with_initial_weights(start: StageRun, warn: Callable[[str], None], verify: 
     weights = InitialWeights(folder, sha256_file(folder / MANIFEST))
     if not branch:
         return start._replace(initial_weights=weights)
-    if not StoredTensors(folder, "optimizer"):
+    theirs = Progress.read(folder) if StoredTensors(folder, "optimizer") else Progress(0, 0)
+    if not theirs.stages:  # an export, or a ckpt.pt that 0.1.0 converted
         raise ConfigError(
-            f"{what}: has no optimizer state; set train.initial_weights instead, to start with a new optimizer"
+            f"{what}: has no optimizer state of a run; set train.initial_weights instead, to start with a new optimizer"
         )
-    theirs = replace(Progress.read(folder), wandb_run_id="", tokenizer_sha256=start.corpora.tokenizer().sha256)
-    if theirs.stages:
-        stage = branched(start.stage, theirs.stages[-1], theirs.step)
-        progress = theirs.in_stage(record_of(stage, start.corpora, start.stage))
-    else:  # converted from the released code: it goes on with its schedule and its data
-        if config.optim.kind != "adamw":
-            raise other_optimizer(what, "adamw")
-        stage = start.stage._replace(first_step=0, schedule_from=0)
-        if theirs.step >= train.steps:
-            raise ConfigError(f"{what}: is after step {theirs.step}, and train.steps is {train.steps}; set more steps")
-        progress = theirs.in_stage(record_of(stage, start.corpora, stage))
+    stage = branched(start.stage, theirs.stages[-1], theirs.step)
+    theirs = replace(theirs, wandb_run_id="", tokenizer_sha256=start.corpora.tokenizer().sha256)
+    progress = theirs.in_stage(record_of(stage, start.corpora, start.stage))
     return start._replace(stage=stage, records=progress.stages, initial_weights=weights._replace(progress=progress))
 
 
