@@ -13,7 +13,7 @@ from tost_lm.data.samples import pack
 from tost_lm.model import ModelConfig
 from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig
-from tost_lm.parallel.engine import Engine
+from tost_lm.parallel.engine import Engine, StepSettings
 from tost_lm.parallel.fsdp import build_engine
 from tost_lm.parallel.mesh import Axis, Mesh
 from tost_lm.parallel.settings import ParallelConfig
@@ -38,7 +38,7 @@ def engine_of(
     prepare(model)
     return build_engine(
         model, ADAMW.build(model, optim), mesh_of_one(torch.device(device)), ParallelConfig(),
-        accumulation=accumulation, grad_clip=optim.grad_clip, bfloat16=bfloat16,
+        StepSettings(accumulation, optim.grad_clip, bfloat16),
     )  # fmt: skip
 
 
@@ -52,7 +52,8 @@ def mesh_of_one(device: torch.device) -> Mesh:
 
 def state_bytes_of(engine: Engine) -> int:
     """Bytes of weights, masters and moments of this rank."""
-    tensors = [*engine.module.parameters(), *(x for _, x in engine.own_state())]
+    kept = [x for of_one in engine.optimizer.state.values() for x in of_one.values()]
+    tensors = [*engine.module.parameters(), *engine.updated(), *filter(torch.is_tensor, kept)]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
 

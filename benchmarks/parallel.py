@@ -34,6 +34,7 @@ from tost_lm.model import ModelConfig, TostLM
 from tost_lm.optim.adamw import OPTIMIZER as ADAMW
 from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
+from tost_lm.parallel.engine import StepSettings
 from tost_lm.parallel.fsdp import build_engine
 from tost_lm.parallel.mesh import Mesh, World, build_mesh, max_over_ranks, start_world
 from tost_lm.parallel.settings import ParallelConfig, obstacle_to_tensor_ranks
@@ -368,7 +369,7 @@ def _training_step(mesh: Mesh, model: Mapping[str, Any], seq_len: int) -> Callab
     sharded = _model(model, mesh)
     engine = build_engine(
         sharded, ADAMW.build(sharded, optim), mesh, ParallelConfig(zero_stage=1),
-        accumulation=1, grad_clip=optim.grad_clip, bfloat16=False,
+        StepSettings(grad_clip=optim.grad_clip),
     )  # fmt: skip
     tiling = tile(mesh, seq_len)
     windows = torch.randint(sharded.config.vocab_size, (1, seq_len + 1))

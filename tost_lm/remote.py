@@ -272,17 +272,6 @@ def remove_folder(url: Path, first: str) -> None:
         system.rmdir(root)
 
 
-def move_folder(url: Path, target: Path, first: str) -> None:
-    """Copy a folder within a storage, its file `first` after the others, then remove it as `remove_folder`. Raises
-    StorageError."""
-    files = list_files(url, deep=True)
-    with _explained(url):
-        system, root = _open_system(target)
-        for name in sorted(files, key=lambda name: name == first):
-            system.cp_file(_open_system(files[name].url)[1], f"{root}/{name}")
-    remove_folder(url, first)
-
-
 class RemoteBlock(NamedTuple):
     """Bytes of a file at a URL with their XXH3-128 in hex."""
 

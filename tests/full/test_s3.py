@@ -158,7 +158,6 @@ def test_a_run_that_is_killed_ten_times_is_that_of_local_files(
     assert weights(workplace, "tiny") == weights(workplace, "local")
     assert steps(bucket) == sorted(path.name for path in (workplace / "runs/tiny/checkpoints").iterdir())
     assert network.drops > 0
-    assert "to see whether its last launch still runs" not in said  # known at once on the same computer
     files = [path for path in workplace.rglob("*") if path.is_file()]
     assert {"env.json", "log.txt", "README.md"} <= {path.name for path in files}
     texts = [said.encode(), *(path.read_bytes() for path in files), *bucket.cat(bucket.find("bucket/runs")).values()]
@@ -179,7 +178,7 @@ def test_a_wrong_object_and_a_lost_storage_are_one_line(
     run("tost train", *WORDS, "run.stop_at_step=8", cwd=workplace, **environment)
     for changed in ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}, {"AWS_ENDPOINT_URL": network.url + "0"}):
         refused = refusal("tost train", *WORDS, cwd=workplace, **{**environment, **changed})
-        assert refused.startswith("s3://bucket/runs/tiny/owner.json: ")
+        assert refused.startswith("s3://bucket/runs/tiny")
         assert refused.count("\n") == 0
         assert SECRET not in refused
     words = ("run.toml", "run.name=other", "data.folder=s3://nowhere/shards")
@@ -187,25 +186,18 @@ def test_a_wrong_object_and_a_lost_storage_are_one_line(
     assert refused == "s3://nowhere/shards: no such file or folder; correct the URL"
 
 
-def test_a_second_launch_with_the_url_is_refused(workplace: Path, bucket: Any, environment: dict[str, Any]):
+def test_a_later_launch_takes_the_url_over(workplace: Path, bucket: Any, environment: dict[str, Any]):
     words = (*WORDS, "train.steps=100000", "optim.schedule=constant")
     first = Forked("tost train", *words, cwd=workplace, **environment)
     until(lambda: bool(steps(bucket)), first)
-    refused = refusal("tost train", *words, "run.folder=others", cwd=workplace, **environment)
-    assert refused.startswith("s3://bucket/runs/tiny: another launch is using it (host ")
-    assert f"run folder {workplace}/runs/tiny); wait for it" in refused
-    first.send_signal(signal.SIGTERM)
-    assert first.finish()[0] == 75
-    assert not bucket.exists("bucket/runs/tiny/owner.json")
-    both = [
-        Forked("tost train", *WORDS, "run.name=both", f"run.folder={folder}", cwd=workplace, **environment)
-        for folder in ("one", "two")
-    ]
-    ends = [program.finish() for program in both]
-    assert sorted(code for code, *_ in ends) == [0, 2], ends
-    (winner,) = (folder for folder, (code, *_) in zip(("one", "two"), ends, strict=True) if code == 0)
-    for path in (workplace / winner / "both/checkpoints").glob("*/*"):
-        assert bucket.cat_file(f"bucket/runs/both/checkpoints/{path.parent.name}/{path.name}") == path.read_bytes()
+    later = Forked("tost train", *words, "run.folder=others", cwd=workplace, **environment)
+    code, _, errors = first.finish()
+    assert code == 2
+    assert errors.startswith("error: s3://bucket/runs/tiny: a later launch uploads there (host ")
+    later.send_signal(signal.SIGTERM)
+    assert later.finish()[0] == 75
+    for path in (workplace / "others/tiny/checkpoints" / steps(bucket)[-1]).iterdir():
+        assert bucket.cat_file(f"bucket/runs/tiny/checkpoints/{path.parent.name}/{path.name}") == path.read_bytes()
 
 
 @pytest.mark.parametrize("name", ["runs[1]", "runs*", "run?1"])
@@ -217,13 +209,9 @@ def test_wildcards_in_names_are_literal(workplace: Path, bucket: Any, environmen
     run("tost train", *words, "train.steps=12", "run.stop_at_step=10", cwd=workplace, **environment)
     assert steps(bucket, name) == ["step_00000008", "step_00000010"]
     shutil.rmtree(workplace / "runs/tiny")
-    rewind = ("train.steps=12", "train.rewind=8", "run.stop_at_step=12")
-    said = run("tost train", *words, *rewind, cwd=workplace, **environment)
+    said = run("tost train", *words, "train.steps=12", cwd=workplace, **environment)
     assert f"fetching s3://bucket/{name}/tiny/checkpoints/step_00000010" in said
-    assert steps(bucket, name) == ["step_00000008", "step_00000012"]
-    assert [path.split("/")[-2] for path in bucket.find(f"bucket/{name}/tiny/rewound") if "manifest" in path] == [
-        "step_00000010"
-    ]
+    assert steps(bucket, name) == ["step_00000010", "step_00000012"]
     run("tost generate", f"s3://bucket/{name}/tiny", "x = ", "sample.tokens=8", cwd=workplace, **environment)
     assert bucket.find("bucket/runs1") == others
 

@@ -13,7 +13,7 @@ from tost_lm.data.prefetch import MicroBatch, _on_host, prefetched
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.pretrain.rank_times import RankTimes
 from tost_lm.pretrain.step import train_step
-from tost_lm.pretrain.tiled import tile, tiled_loss
+from tost_lm.pretrain.tiled import tile, tiled_backward
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -35,10 +35,9 @@ def test_packed_documents_wait_for_nothing(tile_tokens: int | None):
     def step(*ends: int) -> None:
         cu_seqlens = torch.tensor([0, *ends, T], dtype=torch.int32)
         if tile_tokens is None:
-            loss = model(tokens, tokens, cu_seqlens=cu_seqlens, label_count=1.0, output_state=False).loss
+            model(tokens, tokens, cu_seqlens=cu_seqlens, label_count=1.0, output_state=False).loss.backward()
         else:
-            loss = tiled_loss(model, tokens, tokens, tile_tokens, cu_seqlens)
-        loss.backward()
+            tiled_backward(model, tokens, tokens, tile_tokens, cu_seqlens)
 
     step(3, 100, 301)  # compiles the kernels
     torch.cuda.set_sync_debug_mode("error")

@@ -78,9 +78,7 @@ class Training:
         self.engine = build_engine(trainee.parallel, trainee.optimizer, bfloat16=trainee.bfloat16, **trainee.model)
         self.progress = restore(self.engine, at) if at else Progress(0, 0, stages=(recorded(config),))
         self.optimizer = trainee.optimizer
-        self.writer = build_writer(
-            self.engine, StageRun(config, config.in_stages()[0], trainee.corpora, ()), lambda: None
-        )
+        self.writer = build_writer(self.engine, StageRun(config, config.in_stages()[0], trainee.corpora, ()))
         self.curve: Curve = []
 
     def step(self) -> None:

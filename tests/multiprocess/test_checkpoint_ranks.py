@@ -95,7 +95,7 @@ def several(trainees: list[Trainee], until: int) -> list[Curve]:
 
 def _on_engine(engine: str, layout: dict[str, int]) -> ParallelConfig:
     """The layout; what DeepSpeed refuses stays on fsdp."""
-    refused = {"tensor", "shard_ranks"} & {*layout}
+    refused = {"tensor", "shard_ranks"} & {*layout} or layout.get("zero_stage") == 0
     return build_layout(**layout, engine="fsdp" if refused else engine)
 
 

@@ -41,7 +41,7 @@ def trained(sequence: int, stages: list[int]) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(("sequence", "stages"), [pytest.param(1, [1], marks=pytest.mark.quick), (2, [0, 1, 2, 3])])
+@pytest.mark.parametrize(("sequence", "stages"), [pytest.param(1, [1], marks=pytest.mark.quick), (2, [1, 2, 3])])
 def test_two_ranks_train_as_one_process(sequence: int, stages: list[int]):
     theirs, truth = (
         {"losses": torch.tensor(record.losses), "norms": torch.tensor(record.norms), **record.weights}
@@ -65,8 +65,7 @@ def stop_and_resume(cases: list[tuple[int, bool]]) -> list[tuple[Curve, Curve, b
 
 
 def test_resuming_is_not_having_stopped_to_the_bit():
-    cases = [(0, False), *product((1, 2, 3), (False, True))]
-    for outcomes in run_on_ranks(stop_and_resume, 2, cases):
+    for outcomes in run_on_ranks(stop_and_resume, 2, [*product((1, 2, 3), (False, True))]):
         for went_on, resumed, same_weights in outcomes:
             assert resumed == went_on
             assert same_weights
@@ -91,7 +90,7 @@ def test_large_parameters_begin_where_gpus_load_16_bytes(bfloat16: bool):
 
 
 def skip(stages: list[int]) -> list[tuple[float, bool, str]]:
-    """Norm of a step that is not finite, whether it left the weights, and what follows if a finite one is refused."""
+    """Norm of a step that is not finite, whether it left the weights, and the error if a finite one is refused."""
     found = []
     for stage in stages:
         engine = build_engine(layout_of(stage), "adamw")
@@ -102,17 +101,15 @@ def skip(stages: list[int]) -> list[tuple[float, bool, str]]:
         norm = train_step(engine, micro_batches(engine.mesh, tiling, 1), tiling, LR["adamw"]).grad_norm
         hook.remove()
         left = all(torch.equal(before[name], weight) for name, weight in engine.full_weights())
-        try:
-            refused = train_step(engine, micro_batches(engine.mesh, tiling, 1), tiling, 1.0, lambda loss, norm: "no")
-            found.append((norm, left, refused.reason_to_skip))
-        except TrainingError as error:
-            found.append((norm, left, str(error)))
+        with pytest.raises(TrainingError) as refused:
+            train_step(engine, micro_batches(engine.mesh, tiling, 1), tiling, 1.0, lambda loss, norm: "no")
+        found.append((norm, left, str(refused.value)))
     return found
 
 
 def test_steps_that_are_not_finite_are_skipped_and_others_cannot_be():
-    for outcomes in run_on_ranks(skip, 2, [0, 1, 2, 3]):
-        for stage, (norm, left, refused) in enumerate(outcomes):
+    for outcomes in run_on_ranks(skip, 2, [1, 2, 3]):
+        for norm, left, refused in outcomes:
             assert norm == math.inf
             assert left
-            assert refused == "no" if stage == 0 else "DeepSpeed cannot skip an update" in refused
+            assert "DeepSpeed cannot skip an update" in refused

@@ -7,8 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from training_on_layouts import (
     LR,
@@ -27,11 +26,9 @@ from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.errors import ConfigError
 from tost_lm.parallel import fsdp
-from tost_lm.parallel.mesh import build_mesh, start_world
 from tost_lm.parallel.settings import ParallelConfig
-from tost_lm.pretrain import tiled
 from tost_lm.pretrain.step import train_step
-from tost_lm.pretrain.tiled import tile, tiled_loss
+from tost_lm.pretrain.tiled import tile
 from tost_lm.testing import Traffic, run_on_ranks
 
 STEPS, GRAD_CLIP, ROWS = 12, 0.5, 2
@@ -132,7 +129,7 @@ def logits_and_whole_weights(tensor: int) -> tuple[list[tuple[Tensor, Tensor]], 
     train_steps(engine, "adamw", range(1))
     look()
     compare()
-    engine.backward(engine(tokens, labels=labels, output_state=False).loss)
+    engine.backward([engine(tokens, labels=labels, output_state=False).loss])
     look()
     return logits, whole
 
@@ -148,12 +145,12 @@ def test_an_untied_head_is_whole_while_it_computes(tensor: int):
 
 def call_with(plants: list[str], function: Any, *arguments: Any) -> Any:
     """The result of a function of this module while mistakes are planted."""
-    without_states = lambda engine, roots, *_: torch.autograd.backward(
-        roots[0], torch.full_like(roots[0], 1 / engine._accumulation)
+    without_states = lambda engine, roots, *_, **__: torch.autograd.backward(
+        roots[0], torch.full_like(roots[0], 1 / engine._settings.accumulation)
     )
     policy = lambda **options: MixedPrecisionPolicy(**{**options, "cast_forward_inputs": True})
     planted = {
-        "no gradients of states": (patch.object(fsdp.TorchEngine, "_backward", without_states),),
+        "no gradients of states": (patch.object(fsdp.TorchEngine, "backward", without_states),),
         "cast inputs": (
             patch.object(fsdp, "MixedPrecisionPolicy", policy),
             patch.object(fsdp, "_Call", lambda *inputs: inputs),
@@ -223,29 +220,17 @@ def test_rounded_states_and_counts_are_found():
         assert error != 0
 
 
-def refusals() -> tuple[list[str], str, str]:
-    """The parameters without gradients if `tiled_loss` took a sharded model; its error, and that of a parameter without
-    dimensions."""
-    mesh = build_mesh(start_world("cpu"), ParallelConfig())
-    model, tokens = build_model(), torch.zeros(1, T, dtype=torch.int64)
-    fully_shard(model.blocks[0], mesh=DeviceMesh.from_group(mesh.replicas.group, "cpu"))
-    with patch.object(tiled, "require_whole", lambda parameters: None):
-        tiled_loss(model, tokens, tokens, 9).backward()
-    lost = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-    with pytest.raises(RuntimeError) as of_loss:
-        tiled_loss(model, tokens, tokens, 9)
+def refusal_of_a_number() -> str:
     add = lambda model: model.register_parameter("scale", torch.nn.Parameter(torch.ones(())))
-    with pytest.raises(ConfigError) as of_parameter:
+    with pytest.raises(ConfigError) as error:
         build_engine(layout_of(), "sgd", prepare=add)
-    return lost, str(of_loss.value), str(of_parameter.value)
+    return str(error.value)
 
 
 @pytest.mark.quick
-def test_what_would_lose_gradients_is_refused():
-    for lost, of_loss, of_parameter in run_on_ranks(refusals, 2):
-        assert "blocks.0.mlp.in_proj.weight" in lost
-        assert "give tiled_loss the model without fully_shard" in of_loss
-        assert "cannot shard scale, which has no dimensions" in of_parameter
+def test_a_parameter_without_dimensions_is_refused():
+    for error in run_on_ranks(refusal_of_a_number, 2):
+        assert "cannot shard scale, which has no dimensions" in error
 
 
 def curves_in_buckets(layouts: list[ParallelConfig], bfloat16: bool) -> list[tuple[list[Any], list[Any], int, int]]:

@@ -38,7 +38,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"zero_stage": 0}, {}, {"zero_stage": 3}, {"dtype": "bfloat16"}, {"tensor": 2, "zero_stage": 2},
     {"tensor": 2, "sequence": 2, "zero_stage": 3},
 ]  # fmt: skip
-LAYOUTS += [{"engine": "deepspeed", "zero_stage": stage} for stage in (0, 1, 3)]
+LAYOUTS += [{"engine": "deepspeed", "zero_stage": stage} for stage in (1, 3)]
 
 
 def settings(dtype: str = "float32", **parallel: Any) -> PretrainConfig:

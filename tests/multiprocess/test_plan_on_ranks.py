@@ -92,7 +92,7 @@ def bytes_of_whole_weights(some: list[Settings]) -> list[tuple[int, int]]:
         loss = engine(tokens, labels=tokens, output_state=False).loss
         assert loss is not None
         after_forward = _whole_bytes(engine)
-        engine.backward(loss)
+        engine.backward([loss])
         found.append((after_forward, _whole_bytes(engine)))
     return found
 

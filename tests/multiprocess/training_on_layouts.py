@@ -19,6 +19,7 @@ from tost_lm.optim.muon import MuonWithAdamW
 from tost_lm.optim.settings import OptimConfig
 from tost_lm.parallel import fsdp
 from tost_lm.parallel.apply import checkpoint_context, parallelize, shard_of
+from tost_lm.parallel.engine import StepSettings
 from tost_lm.parallel.mesh import Mesh, all_reduce, build_mesh, start_world
 from tost_lm.parallel.rank_weights import local_slice
 from tost_lm.parallel.settings import ParallelConfig
@@ -147,9 +148,7 @@ def build_engine(
         build_optimizer(model, optimizer),
         mesh,
         parallel,
-        accumulation=accumulation or BATCH // (mesh.data.size * micro_batch_size(mesh)),
-        grad_clip=grad_clip,
-        bfloat16=bfloat16,
+        StepSettings(accumulation or BATCH // (mesh.data.size * micro_batch_size(mesh)), grad_clip, bfloat16),
     )
     set_whole(engine, {name: value.detach() for name, value in build_model(**settings).named_parameters()})
     return engine
@@ -223,7 +222,7 @@ def exact_gradients(
     """Loss and unsharded gradients of the micro-batches of all ranks, with so many labels, in the model's precision."""
     engine = fsdp.build_engine(
         model, torch.optim.SGD(model.parameters(), lr=1.0), mesh, ParallelConfig(zero_stage=zero_stage),
-        accumulation=len(batches), grad_clip=0.0, bfloat16=False,
+        StepSettings(len(batches)),
     )  # fmt: skip
     parts = mesh.replicas.size * len(batches)
     losses = [forward_and_backward(engine, batch, labels / parts, tiling, ends_step=False)["loss"] for batch in batches]

@@ -94,7 +94,8 @@ def test_wsd_is_lengthened_before_its_decay_and_branched_after_it(place: Path):
     assert weights(place, "short") == weights(place, "whole")
     assert refused(place, "whole", *wsd, "train.steps=12") == (
         "runs/whole: train.steps: 8 → 12: the learning rate of its run (optim.schedule wsd) decays after step 4, "
-        "and the checkpoint is after step 8; undo the change, or go on as one more stage: run.on_config_change=stage"
+        "and the checkpoint is after step 8; undo the change, or make the change one more stage: [[stages]] with "
+        "from_step = 8"
     )
     (place / "runs/whole/checkpoints/step_00000006").rename(place / "copied")
     train(place, "new", *wsd, "train.steps=12", "train.branch_from=copied")

@@ -90,7 +90,7 @@ def test_weights_alone_are_no_branch(workplace: Path):
     torch.save(to_released(tost_lm.load(step), iterations=4), workplace / "ckpt.pt")
     run(PROGRAM, "ckpt.pt", "convert.folder=weights", f"convert.tokenizer={step}", cwd=workplace)
     printed = refusal("tost train", *settings, "run.name=new", "train.branch_from=weights", cwd=workplace)
-    assert printed.startswith("train.branch_from weights: has no optimizer state; set train.initial_weights instead")
+    assert printed.startswith("train.branch_from weights: has no optimizer state of a run; set train.initial_weights")
 
 
 def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):

@@ -27,7 +27,6 @@ PATHS = {
     "tost prepare merge": ["configs/data/embedded.toml"],
     "tost prepare passages": ["configs/data/passages.toml"],
     "tost plan": ["configs/pretrain/demo.toml"],
-    "tost plugin": ["configs/pretrain/demo.toml"],
     "tost preflight": ["configs/pretrain/demo.toml"],
     "tost train": ["configs/pretrain/demo.toml"],
     "tost eval": ["runs/some", "configs/eval/suite_demo.toml"],

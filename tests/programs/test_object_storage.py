@@ -74,20 +74,6 @@ def test_a_killed_upload_is_made_up_for(workplace: Path, storage: str):
     assert steps(uploaded.parent) == steps(workplace / "runs/tiny")
 
 
-@pytest.mark.slow
-def test_a_rewind_moves_checkpoints_at_the_url_too(workplace: Path, storage: str):
-    upload = f"checkpoint.upload={storage}/runs"
-    train(workplace, upload)
-    train(workplace, upload, "train.rewind=4", "run.stop_at_step=6")
-    uploaded = workplace / "bucket/runs"
-    assert steps(uploaded / "tiny") == ["step_00000004", "step_00000006"]
-    (rewound,) = (uploaded / "tiny/rewound").iterdir()
-    assert sorted(path.name for path in rewound.iterdir()) == ["step_00000008", "step_00000012"]
-    shutil.rmtree(workplace / "runs/tiny")
-    said = train(workplace, upload, "train.rewind=4")
-    assert "resuming from runs/tiny/checkpoints/step_00000006" in said
-
-
 def test_a_damaged_checkpoint_at_the_url_is_skipped(workplace: Path, storage: str):
     upload = f"checkpoint.upload={storage}/runs"
     train(workplace, upload, "run.stop_at_step=8")
@@ -101,36 +87,25 @@ def test_a_damaged_checkpoint_at_the_url_is_skipped(workplace: Path, storage: st
     assert "resuming from runs/tiny/checkpoints/step_00000004" in said
 
 
-def test_a_second_launch_with_the_url_is_refused(workplace: Path, storage: str):
+def test_a_later_launch_takes_the_url_over(workplace: Path, storage: str):
     words = ("run.toml", f"checkpoint.upload={storage}/runs", "optim.schedule=constant", "train.steps=100000")
     uploaded = workplace / "bucket/runs/tiny"
     first = Forked("tost train", *words, cwd=workplace)
     until(lambda: (uploaded / "checkpoints").exists() and len(steps(uploaded)) > 1)
-    refused = refusal("tost train", *words, "run.folder=others", cwd=workplace)
-    first.send_signal(signal.SIGKILL)
-    first.finish()
-    owner = rf"\(host {re.escape(socket.gethostname())}, pid \d+, run folder {workplace}/runs/tiny\)"
-    assert re.match(rf"{storage}/runs/tiny: another launch is using it {owner}; wait for it, stop it, or", refused)
-    newest = max(steps(uploaded))
-    said = train(workplace, *words[1:], "run.folder=others", f"run.stop_at_step={int(newest[5:]) + 4}")
-    assert "resuming from others/tiny/checkpoints/step_" in said  # perhaps it was killed in an upload
-    assert "to see whether its last launch still runs" not in said
+    refused = refusal("tost train", *words, cwd=workplace)  # in the same folder
+    assert refused.startswith("runs/tiny: another launch is using it (host ")
+    later = Forked("tost train", *words, "run.folder=others", cwd=workplace)
+    code, _, errors = first.finish()
+    assert code == 2
+    owner = rf"\(host {re.escape(socket.gethostname())}, pid \d+, run folder {workplace}/others/tiny, launch \w+\)"
+    assert re.match(rf"error: {storage}/runs/tiny: a later launch uploads there {owner}, so this one ends", errors)
+    later.send_signal(signal.SIGTERM)
+    code, said, _ = later.finish()
+    assert code == 75
+    assert "resuming from others/tiny/checkpoints/step_" in said
     newest = max(steps(uploaded))
     one, other = (folder / "checkpoints" / newest for folder in (uploaded, workplace / "others/tiny"))
     assert snapshot(one) == snapshot(other)
-    assert [path.name for path in uploaded.iterdir()] == ["checkpoints"]
-
-
-def test_of_launches_that_start_together_one_uploads(workplace: Path, storage: str):
-    words = ("run.toml", f"checkpoint.upload={storage}/runs", "checkpoint.interval=1")
-    both = [Forked("tost train", *words, f"run.folder={name}", cwd=workplace) for name in ("one", "two")]
-    ends = {name: launch.finish() for name, launch in zip(("one", "two"), both, strict=True)}
-    assert sorted(code for code, *_ in ends.values()) == [0, 2]
-    ((winner, _), (_, (_, _, refused))) = sorted(ends.items(), key=lambda end: end[1][0])
-    assert re.match(rf"error: {storage}/runs/tiny: another launch (is using it|has taken it over) \(host ", refused)
-    for step in steps(workplace / winner / "tiny"):
-        one, other = (folder / "tiny/checkpoints" / step for folder in (workplace / winner, workplace / "bucket/runs"))
-        assert snapshot(one) == snapshot(other)
 
 
 def test_another_run_does_not_replace_the_checkpoints_at_the_url(workplace: Path, storage: str):

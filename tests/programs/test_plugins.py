@@ -9,7 +9,11 @@ import pytest
 from forked import CHECKOUT, Forked
 from programs import losses, refusal, run
 
+from tost_lm.config import load_config
 from tost_lm.files import read_rows, sha256_bytes
+from tost_lm.model.flops import parameters
+from tost_lm.pretrain.plan.activations import costs_of
+from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.testing import FLOAT32_REORDERED
 
 EMA = (CHECKOUT / "experiments/gated_ema.py").read_text()
@@ -59,20 +63,19 @@ def test_a_run_resumes_in_tiles_and_on_tensor_sequence_and_data_ranks(folder: Pa
     assert "\n- gated-ema\n" in (step / "README.md").read_text()
 
 
-def test_counts_of_a_layer(folder: Path):
-    words = ["run.toml", *BOTH, "model.layers=3", "model.width=64", "model.heads=4", "train.seq_len=256"]
-    words.append("model.max_positions=256")
-    said = run("tost plugin", *words, cwd=folder)
-    cells = [line.split("|") for line in said.splitlines() if line.startswith(("| gated EMA", "| HGRN2"))]
-    ema, hgrn2 = ([float(row[3].replace(",", "")) for row in cells if name in row[1]] for name in ("EMA", "HGRN2"))
-    assert ema[2:] == [4 * 64, 4 * 64**2 + 64, 0]  # a state in float32; three projections, one out, and a rate
-    assert hgrn2[2:4] == [8 * 64**2 / 4, 4 * 64**2 + 2 * 64]
+def test_counts_of_a_layer(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    words = [*BOTH, "model.layers=3", "model.width=64", "model.heads=4", "train.seq_len=256", "model.max_positions=256"]
+    config = load_config(PretrainConfig, Path("run.toml"), words, from_user=True)
+    ema, hgrn2 = (costs_of(config, spec) for spec, _ in config.model.mixers if spec.plugin)
+    assert (ema.state, hgrn2.state) == (4 * 64, 8 * 64**2 / 4)  # in float32
     # Of the scans of 256 tokens, and of 16 chunks with a state each.
-    assert ema[1] == pytest.approx(64 * (3 * 4 + 4 * (6 + 8)), rel=0.02)
-    assert hgrn2[1] == pytest.approx(64 * (272 + 4 + (9 + 4 * 4) * 64 / 4 / 16), rel=0.02)
-    assert refusal("tost plugin", "run.toml", "model.pattern=T", cwd=folder) == (
-        "model.pattern: no plugin is in T; name one in model.plugins"
-    )
+    assert ema.stored == pytest.approx(64 * (3 * 4 + 4 * (6 + 8)), rel=0.02)
+    assert hgrn2.stored == pytest.approx(64 * (272 + 4 + (9 + 4 * 4) * 64 / 4 / 16), rel=0.02)
+    # Three projections, one out, and a rate or two.
+    assert [parameters(config.model.model_copy(update={"pattern": letter})).mixers / 3 for letter in "EH"] == [
+        4 * 64**2 + 64, 4 * 64**2 + 2 * 64,
+    ]  # fmt: skip
 
 
 def test_a_layer_without_its_kernels_is_said_once(folder: Path):

@@ -81,20 +81,6 @@ def test_without_a_launcher_one_process_trains_and_keeps_the_newest_checkpoints(
     assert snapshot(workplace / "runs") == before
 
 
-def test_a_run_whose_validation_loss_does_not_fall_ends_early(workplace: Path):
-    words = ["run.toml", "optim.lr=1e-30", "optim.min_lr=0.0", "validation.interval=1", "validation.stop_after=3"]
-    run("tost train", *words, "run.stop_at_step=2", cwd=workplace)
-    said = run("tost train", *words, cwd=workplace)
-    assert "\ndone: 3 validations in a row had no lower loss (validation.stop_after): " in said
-    assert [step for step, *_ in curve(workplace, "tiny")] == [1, 2, 3, 4]
-    end = read_rows(workplace / "runs/tiny/events.jsonl")[-1]
-    assert (end["event"], end["step"], end["why"]) == ("done", 4, "validation.stop_after")
-    said = run("tost train", *words, cwd=workplace)
-    assert said.endswith("nothing is left to train up to step 12: validation.stop_after has ended the run\n")
-    error = refusal("tost train", "run.toml", "validation.stop_after=3", cwd=workplace)
-    assert "validation.stop_after has no effect without validations: set validation.interval" in error
-
-
 def test_a_damaged_newer_checkpoint_does_not_push_out_a_good_one(workplace: Path):
     checkpoints = workplace / "runs/tiny/checkpoints"
     run("tost train", "run.toml", "run.stop_at_step=8", cwd=workplace)

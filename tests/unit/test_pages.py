@@ -78,7 +78,7 @@ def test_lines_that_the_page_on_symptoms_quotes_are_those_of_the_programs():
     """Between numbers, names and ellipses, each has words that stand in a string of the package."""
     strings = "\n".join(text for path in (CHECKOUT / "tost_lm").rglob("*.py") for text in strings_of(path))
     quotes = re.findall(r"(?m)^> (.+(?:\n> .+)*)", (CHECKOUT / "docs/symptoms.md").read_text())
-    assert len(quotes) >= 8
+    assert len(quotes) >= 7
     for quote in quotes:
         pieces = re.split(
             r"rank \d+|[\d/.,]+ ?|…|: |\(|\)|; |, |runs/NAME|data/\S*|\bnan\b", quote.replace("\n> ", " ")

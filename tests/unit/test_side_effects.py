@@ -59,11 +59,11 @@ from tost_lm.mixers.delta import fla
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.optim.settings import OptimConfig
-from tost_lm.pretrain.tiled import tiled_loss
+from tost_lm.pretrain.tiled import tiled_backward
 model, muon = TostLM(ModelConfig(pattern="TDA", layers=3, heads=2, width=8, vocab_size=8)), OptimConfig(kind="muon")
 tokens = torch.zeros(1, 8, dtype=torch.int64)
 model(tokens, labels=tokens).loss.backward()
-tiled_loss(model, tokens, tokens, 4).backward()
+tiled_backward(model, tokens, tokens, 4)
 optimizer_of(muon).build(model, muon).step()
 if len(modules) > 3:
     fla._chunks_without_guard()

@@ -77,7 +77,7 @@ class _Manifest(Section):
     files: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")], _File]
 
 
-@with_config(ConfigDict(extra="forbid", strict=True))
+@with_config(ConfigDict(extra="ignore", strict=True))  # 0.1.0 counted validations since the lowest loss
 @dataclass(frozen=True)
 class Progress:
     """The progress of a run after a step, the same on every rank; training.json of a checkpoint."""
@@ -92,8 +92,6 @@ class Progress:
     """(loss, gradient norm) of the newest applied steps, oldest first, for the spike guard."""
     validation_loss: float | None = None
     """The newest one, in nats per token."""
-    lowest_validation_loss: float | None = None
-    validations_since_lowest: int = 0
     wandb_run_id: str = ""
     """Set on rank 0, which writes the file."""
     tokenizer_sha256: str = ""
@@ -102,17 +100,7 @@ class Progress:
 
     def in_stage(self, stage: StageRecord) -> "Progress":
         """The progress of a run that starts this stage: what belongs to a stage starts again."""
-        return replace(
-            self, stages=(*self.stages, stage), skipped_in_a_row=0, recent=(), validation_loss=None,
-            lowest_validation_loss=None, validations_since_lowest=0,
-        )  # fmt: skip
-
-    def after_validation(self, loss: float) -> "Progress":
-        """The progress after a validation with this loss, in nats per token."""
-        lowest, since = self.lowest_validation_loss, self.validations_since_lowest + 1
-        if loss < (math.inf if lowest is None else lowest):  # NaN is never the lowest
-            lowest, since = loss, 0
-        return replace(self, validation_loss=loss, lowest_validation_loss=lowest, validations_since_lowest=since)
+        return replace(self, stages=(*self.stages, stage), skipped_in_a_row=0, recent=(), validation_loss=None)
 
     def write(self, folder: Path) -> None:
         """Write training.json into a checkpoint folder. Floats are read back bit-exactly."""

@@ -102,8 +102,7 @@ def restore(engine: Engine, folder: Path) -> Progress:
     progress = Progress.read(folder)
     engine.create_state(progress.updates)
     engine.set_state(_read(engine.parameters, engine.module.config, folder, engine.mesh, engine.statistics()))
-    if (folder / RNG).is_file():  # not in a converted checkpoint
-        torch.set_rng_state(load_file(regular_file(folder / RNG))[RNG_NAME])
+    torch.set_rng_state(load_file(regular_file(folder / RNG))[RNG_NAME])
     return progress
 
 

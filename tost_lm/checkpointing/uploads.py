@@ -1,39 +1,44 @@
 """The checkpoints of a run at a URL: uploaded in the background, kept by the same retention, and fetched to resume.
 
 They are in URL/checkpoints/step_…, as in a run folder. A checkpoint that has its manifest is complete, because this is
-written last and removed first. One launch at a time writes there.
+written last and removed first. Of several launches, the last one that wrote URL/owner.txt uploads there.
 """
 
+import os
+import secrets
+import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread, main_thread
 
 from tost_lm.checkpointing.format import MANIFEST, PROGRESS, SETTINGS, Progress, read_entries, verify_checkpoint
-from tost_lm.checkpointing.owner import Owner, ownership
 from tost_lm.checkpointing.run_folder import CHECKPOINTS, kept_folders, step_folder, step_folders, step_of
 from tost_lm.checkpointing.settings import CheckpointConfig
-from tost_lm.errors import CheckpointError, StorageError
+from tost_lm.errors import CheckpointError, StorageError, TrainingError
 from tost_lm.files import write_atomically
-from tost_lm.remote import fetch_folder, list_files, local_copy, move_folder, read_file, remove_folder, upload_folder
+from tost_lm.remote import (
+    fetch_folder,
+    list_files,
+    local_copy,
+    read_file,
+    remove_folder,
+    upload_folder,
+    write_file,
+)
 
 WAIT_S = 1.0
-OWNER = "owner.json"
-
-
-@contextmanager
-def open_uploads(url: Path, run_folder: Path) -> Iterator["Uploads"]:
-    """The uploads of a launch. Raises ConfigError when another launch uploads there, StorageError as `list_files`."""
-    with ownership(url, url / OWNER, run_folder) as owner:
-        yield Uploads(url, owner)
+OWNER = "owner.txt"
 
 
 class Uploads:
     """Uploads the checkpoints of a run, in a thread. What fails is repeated after the next save."""
 
-    def __init__(self, url: Path, owner: Owner) -> None:
-        self._url, self._owner = url, owner
+    def __init__(self, url: Path, run_folder: Path) -> None:
+        """Take over the URL. Raises StorageError."""
+        where = f"host {socket.gethostname()}, pid {os.getpid()}, run folder {run_folder.absolute()}"
+        self._url, self._launch, self._taken_by = url, f"{where}, launch {secrets.token_hex(4)}", ""
+        write_file(url / OWNER, self._launch.encode())
         self._uploaded: set[str] = set()
         self._newest: Path | None = None
         self._thread: Thread | None = None
@@ -42,8 +47,12 @@ class Uploads:
         """Duration [s] of the last upload."""
 
     def require_own(self) -> None:
-        """Raises TrainingError when this launch knows that another one has taken over the URL."""
-        self._owner.require_own(read=False)
+        """Raises TrainingError if the last upload found that a later launch has taken over the URL."""
+        if self._taken_by:
+            raise TrainingError(
+                f"{self._url}: a later launch uploads there ({self._taken_by}), so this one ends; to go on here, stop "
+                "that one and run the same command"
+            )
 
     def start(self, newest: Path, settings: CheckpointConfig) -> None:
         """Upload the checkpoints of the run up to `newest`, after an upload that has begun, and remove there those that
@@ -75,7 +84,7 @@ class Uploads:
         self.seconds = time.monotonic() - started
 
     def _upload(self, newest: Path, settings: CheckpointConfig) -> None:
-        self._owner.require_own()
+        self._require_last()
         for folder in reversed([one for one in step_folders(newest.parent.parent) if one.name <= newest.name]):
             target = self._url / CHECKPOINTS / folder.name
             try:
@@ -87,11 +96,18 @@ class Uploads:
             except (StorageError, FileNotFoundError):
                 if folder.exists():
                     raise
-        self._owner.require_own()
+        self._require_last()
         self._prune(newest, settings)
         target = self._url / CHECKPOINTS / newest.name
         if newest.exists() and not _is_uploaded(newest, target):
             raise StorageError(f"{target}: incomplete after its upload; run the same command again")
+
+    def _require_last(self) -> None:
+        """Read the record. Raises TrainingError as `require_own`, or StorageError."""
+        found = read_file(self._url / OWNER)
+        if found != self._launch.encode():
+            self._taken_by = (found or b"its record is gone").decode(errors="replace")
+        self.require_own()
 
     def _prune(self, newest: Path, settings: CheckpointConfig) -> None:
         """Remove the remains of interrupted uploads, and the checkpoints that `settings` does not keep."""
@@ -115,34 +131,20 @@ def _is_uploaded(folder: Path, target: Path) -> bool:
     return found == sizes and read_file(target / MANIFEST) == (folder / MANIFEST).read_bytes()
 
 
-def set_aside(url: Path, after: int, target: Path) -> None:
-    """Move the checkpoints of a run at a URL that are after a step to `target`. Raises StorageError."""
-    for folder in step_folders(url):
-        if (step_of(folder) or 0) > after:
-            move_folder(folder, target / folder.name, MANIFEST)
-
-
-def fetch_newest(url: Path, run_folder: Path, rewind: int | None, warn: Callable[[str], None] = print) -> None:
+def fetch_newest(url: Path, run_folder: Path, warn: Callable[[str], None] = print) -> None:
     """Copy the newest checkpoint of a run at a URL into its folder, unless the folder has one that is not older. All
     ranks call it, and one of those that share the folder copies.
-
-    Args:
-        rewind: also the checkpoint after this step.
 
     Raises:
         StorageError: the storage cannot be reached, or refuses.
     """
-    found = step_folders(url)
     valid = [folder.name for folder in step_folders(run_folder) if _is_valid(folder)]
-    for folder in reversed([folder for folder in found if folder.name > max(valid, default="")]):
+    for folder in reversed([folder for folder in step_folders(url) if folder.name > max(valid, default="")]):
         try:
             _fetch(folder, run_folder, warn)
             break
         except CheckpointError as error:
             warn(f"skipped checkpoint: {error}")
-    for folder in found:
-        if step_of(folder) == rewind and folder.name not in valid:
-            _fetch(folder, run_folder, warn)
 
 
 def _fetch(folder: Path, run_folder: Path, warn: Callable[[str], None]) -> None:

@@ -54,8 +54,6 @@ class RunFiles(NamedTuple):
 
     folder: Path
     """The run folder."""
-    check_folder: Callable[[], None]
-    """Raises TrainingError when it is no longer the folder of this launch (`run_lock`)."""
     settings: str
     """Settings of the run, as TOML."""
     tokenizer: Tokenizer
@@ -108,9 +106,7 @@ class CheckpointWriter:
             self.finish()
 
     def poll(self) -> None:
-        """Raises CheckpointError, once, if an asynchronous save failed; TrainingError as `RunFiles.check_folder` and
-        `Uploads.require_own`."""
-        self._run.check_folder()
+        """Raises CheckpointError, once, if an asynchronous save failed; TrainingError as `Uploads.require_own`."""
         if self._run.uploads:
             self._run.uploads.require_own()
         if self._thread and not self._thread.is_alive():
@@ -152,7 +148,6 @@ class CheckpointWriter:
 
     def _save_on_rank_0(self, folder: Path, temp_folder: Path, progress: Progress) -> None:
         try:
-            self._run.check_folder()
             require_disk_space(folder, self._bytes, self._settings, "this checkpoint")
             with _explain_write_errors(temp_folder):
                 make_temp_folder(folder)

@@ -23,7 +23,6 @@ COMMANDS = {
     "Training": {
         "recipes": "tost_lm.pretrain.commands.recipes",
         "plan": "tost_lm.pretrain.commands.plan",
-        "plugin": "tost_lm.pretrain.commands.plugin",
         "preflight": "tost_lm.pretrain.commands.preflight",
         "train": "tost_lm.pretrain.commands.train",
     },

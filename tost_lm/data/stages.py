@@ -22,7 +22,7 @@ class StageSource:
     """Tokens of its training split."""
 
 
-@with_config(ConfigDict(extra="forbid", strict=True))
+@with_config(ConfigDict(extra="ignore", strict=True))  # records of 0.1.0 have `rewound_from`
 @dataclass(frozen=True)
 class StageRecord:
     """A part of a run, up to the next stage or to the newest step."""
@@ -37,9 +37,7 @@ class StageRecord:
     global_batch_size: int
     warmup_steps: int = 0
     schedule_from: int = 0
-    """Steps of the run before its schedule: first_step, or less if a rewind goes on with the schedule."""
-    rewound_from: int | None = None
-    """The step from which the run was rewound to first_step; None: it was not."""
+    """Steps of the run before its schedule: first_step, or less in a record of 0.1.0 that goes on with a schedule."""
     settings: dict[str, Any] = field(default_factory=dict)
     """All settings that identify what is trained."""
 

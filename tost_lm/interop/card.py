@@ -200,11 +200,10 @@ def _stage(stage: StageRecord, steps: int) -> str:
     settings = stage.settings
     optim = validate(OptimConfig, {**settings["optim"], "warmup_steps": stage.warmup_steps}, where="optim")
     planned = settings["train"]["steps"] - stage.first_step
-    rewound = "" if stage.rewound_from is None else f"; rewound here from step {stage.rewound_from:,}"
     folders = ", ".join(f"{source.weight:.1%} {source.folder}" for source in stage.sources)
     return (
         f"{steps:,} of {planned:,} steps of {stage.global_batch_size:,} sequences of {stage.seq_len:,} tokens, "
-        f"{stage.packing}, {_schedule(optim, planned)}; {folders}{rewound}"
+        f"{stage.packing}, {_schedule(optim, planned)}; {folders}"
     )
 
 

@@ -23,28 +23,24 @@ from torch.nn.functional import pad
 from tost_lm.errors import TrainingError
 from tost_lm.model.block import LMOutput
 from tost_lm.model.lm import TostLM
-from tost_lm.parallel.engine import Engine, sum_of_squares
-from tost_lm.parallel.mesh import Mesh, all_reduce
+from tost_lm.parallel.engine import Engine, StepSettings
+from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.rank_weights import allocate
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.sizes import BUCKET_ELEMENTS
 
 
 class DeepSpeedEngine(Engine):
-    def __init__(self, engine: Any, mesh: Mesh, grad_clip: float) -> None:
+    def __init__(self, engine: Any, mesh: Mesh) -> None:
         """`engine` is DeepSpeed's."""
-        self._engine, self.mesh, self._grad_clip = engine, mesh, grad_clip
+        self._engine, self.mesh = engine, mesh
         self.module: TostLM = engine.module
         self.parameters = dict(self.module.named_parameters())
         self._stage: int = engine.zero_optimization_stage()
         self.optimizer: torch.optim.Optimizer = engine.basic_optimizer
         self.create_state(0)  # stages 1 and 2 map parameters to the state that exists in the first step
-        if 0 < self._stage < 3:
+        if self._stage < 3:
             engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-    @property
-    def replicated_part(self) -> int | None:
-        return 0 if self._stage == 0 and self.mesh.replicas.size > 1 else None
 
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
         return self._engine(*arguments, **options)
@@ -52,7 +48,7 @@ class DeepSpeedEngine(Engine):
     def set_training(self, training: bool) -> None:
         self._engine.train(training)
 
-    def _backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor], ends_step: bool) -> None:
+    def backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor] = (), *, ends_step: bool = True) -> None:
         [loss] = roots  # the settings refuse tiles
         self._engine.set_gradient_accumulation_boundary(ends_step)
         self._engine.backward(loss)
@@ -60,13 +56,6 @@ class DeepSpeedEngine(Engine):
     def update(self, lr: float, is_allowed: Callable[[float], bool]) -> float:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
-        if self._stage == 0:
-            norm = self._clip()
-            if math.isfinite(norm) and is_allowed(norm):
-                self._engine.step()
-            else:
-                self._engine.zero_grad()
-            return norm if math.isfinite(norm) else math.inf
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         if not self._engine.was_step_applied() or not math.isfinite(norm):
@@ -75,33 +64,19 @@ class DeepSpeedEngine(Engine):
             raise TrainingError('DeepSpeed cannot skip an update: set parallel.engine = "fsdp" and resume')
         return norm
 
-    def _clip(self) -> float:
-        """The gradient norm at stage 0, where DeepSpeed's is that of float32 sums, and is not recorded."""
-        squares = sum_of_squares(p.grad for p in self.parameters.values() if p.grad is not None)
-        # Gradients of all ranks are equal. Their mean is also equal if their processors differ.
-        norm = (all_reduce(squares, self.mesh.replicas) / self.mesh.replicas.size).sqrt()
-        if self._grad_clip:
-            nn.utils.clip_grads_with_norm_(self.parameters.values(), self._grad_clip, norm.float())
-        return float(norm)
-
     def whole(self, name: str, statistic: str = "") -> Tensor | None:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        parameter, (_, partition) = self.parameters[name], self.updated()[0]
-        if statistic and not self.optimizer.state[partition]["step"]:
-            return None
-        if self._stage == 0:
-            return self.optimizer.state[parameter][statistic] if statistic else parameter.detach()
-        if statistic:
-            return safe_get_full_optimizer_state(parameter, statistic)
-        return safe_get_full_fp32_param(parameter)
+        parameter, partition = self.parameters[name], self.updated()[0]
+        if not statistic:
+            return safe_get_full_fp32_param(parameter)
+        has_updated = self.optimizer.state[partition]["step"]
+        return safe_get_full_optimizer_state(parameter, statistic) if has_updated else None
 
-    def updated(self) -> Sequence[tuple[str, Tensor]]:
+    def updated(self) -> Sequence[Tensor]:
         if self._stage == 3:  # passes them to torch's optimizer one at a time
-            partitions = self._engine.optimizer.fp32_partitioned_groups_flat
-        else:
-            partitions = [partition for group in self.optimizer.param_groups for partition in group["params"]]
-        return [(f"weights {index}", partition) for index, partition in enumerate(partitions)]
+            return self._engine.optimizer.fp32_partitioned_groups_flat
+        return [partition for group in self.optimizer.param_groups for partition in group["params"]]
 
     @torch.no_grad()
     def set_state(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -115,12 +90,10 @@ class DeepSpeedEngine(Engine):
                 with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=self._stage == 3):
                     parameter.copy_(value)
             key = {"optim_state_key": statistic} if statistic else {}
-            if self._stage == 0 and statistic:
-                self.optimizer.state[parameter][statistic].copy_(value)
-            elif self._stage == 3:
+            if self._stage == 3:
                 set_local = utils.safe_set_local_optimizer_state if statistic else utils.safe_set_local_fp32_param
                 set_local(parameter, self._partition(value), **key)
-            elif self._stage:
+            else:
                 set_full = utils.safe_set_full_optimizer_state if statistic else utils.safe_set_full_fp32_param
                 set_full(parameter, value, **key)
 
@@ -133,8 +106,8 @@ class DeepSpeedEngine(Engine):
 
 def allocate_for_engine(model: nn.Module, mesh: Mesh, parallel: ParallelConfig, *, bfloat16: bool) -> None:
     """Give a model on the meta device the memory that `build_engine` needs; `set_state` sets the values afterwards."""
-    # From stage 1 on, DeepSpeed copies weights into buffers of its own: without `shared` there would be two of each.
-    allocate(model, mesh.device, torch.bfloat16 if bfloat16 else torch.float32, shared=parallel.zero_stage > 0)
+    # DeepSpeed copies weights into buffers of its own: without `shared` there would be two of each.
+    allocate(model, mesh.device, torch.bfloat16 if bfloat16 else torch.float32, shared=True)
 
 
 def build_engine(
@@ -142,24 +115,21 @@ def build_engine(
     optimizer: torch.optim.Optimizer,
     mesh: Mesh,
     parallel: ParallelConfig,
-    *,
-    accumulation: int,
-    grad_clip: float,
-    bfloat16: bool,
+    settings: StepSettings,
 ) -> DeepSpeedEngine:
     """An engine around a model that is on its device, with values or without (`allocate`)."""
     deepspeed = _import_deepspeed(mesh.device.type)
     config = {
         "train_micro_batch_size_per_gpu": 1,  # which nothing uses here
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": grad_clip if parallel.zero_stage else 0.0,
+        "gradient_accumulation_steps": settings.accumulation,
+        "gradient_clipping": settings.grad_clip,
         "zero_optimization": {
             "stage": parallel.zero_stage,
             "reduce_bucket_size": max(BUCKET_ELEMENTS, *(parameter.numel() for parameter in model.parameters())),
             "overlap_comm": True,
         },
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": bfloat16, "check_grad_overflow": True},
+        "bf16": {"enabled": settings.bfloat16, "check_grad_overflow": True},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "steps_per_print": 2**62,
@@ -180,7 +150,7 @@ def build_engine(
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=axes)
     if not has_launcher:
         del os.environ["LOCAL_RANK"]  # other libraries would await ranks
-    return DeepSpeedEngine(engine, mesh, grad_clip)
+    return DeepSpeedEngine(engine, mesh)
 
 
 def _import_deepspeed(device: str) -> Any:

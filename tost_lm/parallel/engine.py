@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,17 @@ from tost_lm.parallel.rank_weights import draw_on_rank, slice_of
 from tost_lm.sizes import CAST_ELEMENTS, buckets
 
 Moments = Iterator[tuple[str, str, Tensor]]
+
+
+class StepSettings(NamedTuple):
+    """How an engine computes a step."""
+
+    accumulation: int = 1
+    """Micro-batches of a rank."""
+    grad_clip: float = 0.0
+    """Largest global gradient norm; 0: gradients are not clipped."""
+    bfloat16: bool = False
+    """Data type of weights and activations; otherwise float32."""
 
 
 class Engine(ABC):
@@ -34,12 +45,6 @@ class Engine(ABC):
     optimizer: torch.optim.Optimizer
     """torch's; what it updates and keeps may be partitions."""
 
-    @property
-    @abstractmethod
-    def replicated_part(self) -> int | None:
-        """The number of this rank's part of weights and optimizer state, of which other ranks have equal copies; None:
-        there is no copy."""
-
     @abstractmethod
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
         """Call the model, whose weights are gathered."""
@@ -53,25 +58,15 @@ class Engine(ABC):
     def set_training(self, training: bool) -> None:
         """Whether the next calls train."""
 
-    def backward(
-        self,
-        loss: Tensor,
-        states: Sequence[Tensor] = (),
-        d_states: Sequence[Tensor] = (),
-        *,
-        ends_step: bool = True,
-    ) -> None:
+    @abstractmethod
+    def backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor] = (), *, ends_step: bool = True) -> None:
         """The backward after the call that computed a loss.
 
         Args:
-            states, d_states: tensors of a tile's final state and their gradients.
+            roots: the loss, then tensors of a tile's final state.
+            d_states: the gradients of these.
             ends_step: no other backward of the step follows.
         """
-        self._backward([loss, *states], d_states, ends_step)
-
-    @abstractmethod
-    def _backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor], ends_step: bool) -> None:
-        """`backward`, whose loss is the first of `roots`."""
 
     @abstractmethod
     def update(self, lr: float, is_allowed: Callable[[float], bool]) -> float:
@@ -112,21 +107,12 @@ class Engine(ABC):
                     yield name, key, _on_host(whole, into[f"{key}/{name}"] if into else None)
 
     @abstractmethod
-    def updated(self) -> Sequence[tuple[str, Tensor]]:
-        """(name, tensor) that the optimizer updates on this rank: float32 weights or partitions."""
-
-    def own_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of this rank's optimizer memory, not copied: what it updates and, after a step or
-        `create_state`, their statistics."""
-        for name, tensor in self.updated():
-            yield name, tensor.detach()
-            for key, value in self.optimizer.state.get(tensor, {}).items():
-                if torch.is_tensor(value) and value.dim() > 0:
-                    yield f"{key} of {name}", value
+    def updated(self) -> Sequence[Tensor]:
+        """What the optimizer updates on this rank: float32 weights or partitions."""
 
     def create_state(self, step: int) -> None:
         """The optimizer state of a new engine after `step` updates, with statistics of zeros."""
-        for _, tensor in self.updated():
+        for tensor in self.updated():
             # torch creates the state in its first step.
             state = self.optimizer.state[tensor]
             state["step"] = torch.tensor(float(step), device=tensor.device)

@@ -27,7 +27,7 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.block import LMOutput
 from tost_lm.model.lm import TostLM
 from tost_lm.parallel.agreement import communication_device
-from tost_lm.parallel.engine import Engine, counted_once, sum_of_squares
+from tost_lm.parallel.engine import Engine, StepSettings, counted_once, sum_of_squares
 from tost_lm.parallel.mesh import Axis, Mesh, all_reduce
 from tost_lm.parallel.rank_weights import allocate, replace_parameter, slice_of
 from tost_lm.parallel.settings import ParallelConfig
@@ -38,12 +38,9 @@ from tost_lm.torch_internals import add_each, copy_each
 class TorchEngine(Engine):
     """What both engines do alike, with the float32 weights, gradients and statistics of `parameters`."""
 
-    def __init__(
-        self, model: TostLM, optimizer: torch.optim.Optimizer, mesh: Mesh, accumulation: int, grad_clip: float
-    ) -> None:
-        self.module, self.mesh = model, mesh
+    def __init__(self, model: TostLM, optimizer: torch.optim.Optimizer, mesh: Mesh, settings: StepSettings) -> None:
+        self.module, self.mesh, self.optimizer, self._settings = model, mesh, optimizer, settings
         self.parameters = dict(model.named_parameters())
-        self.optimizer, self._accumulation, self._grad_clip = optimizer, accumulation, grad_clip
 
     @abstractmethod
     def _collect(self) -> None:
@@ -69,8 +66,8 @@ class TorchEngine(Engine):
     def set_training(self, training: bool) -> None:
         self.module.train(training)
 
-    def _backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor], ends_step: bool) -> None:
-        torch.autograd.backward(roots, [torch.full_like(roots[0], 1 / self._accumulation), *d_states])
+    def backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor] = (), *, ends_step: bool = True) -> None:
+        torch.autograd.backward(roots, [torch.full_like(roots[0], 1 / self._settings.accumulation), *d_states])
 
     def collect(self) -> None:
         """Reduce the gradients of this step, to those of `parameters`."""
@@ -83,8 +80,8 @@ class TorchEngine(Engine):
         used = [(p, p.grad) for p in self.parameters.values() if p.grad is not None]
         squares = sum_of_squares(counted_once(used, self.mesh)).to(self.mesh.device)
         total = all_reduce(all_reduce(squares, self.mesh.tensor), self.mesh.replicas) / self._norm_divisor
-        if self._grad_clip:
-            nn.utils.clip_grads_with_norm_([p for p, _ in used], self._grad_clip, total.sqrt().float())
+        if limit := self._settings.grad_clip:
+            nn.utils.clip_grads_with_norm_([p for p, _ in used], limit, total.sqrt().float())
         norm = math.sqrt(float(total))
         if math.isfinite(norm) and is_allowed(norm):
             for group in self.optimizer.param_groups:
@@ -99,8 +96,8 @@ class TorchEngine(Engine):
         ours = self.optimizer.state.get(parameter, {}).get(statistic) if statistic else parameter.detach()
         return None if ours is None else self.gathered(parameter, ours)
 
-    def updated(self) -> Sequence[tuple[str, Tensor]]:
-        return [*self.parameters.items()]
+    def updated(self) -> Sequence[Tensor]:
+        return [*self.parameters.values()]
 
     @torch.no_grad()
     def set_state(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -123,34 +120,20 @@ class PlainEngine(TorchEngine):
     backward are added to float32 sums.
     """
 
-    def __init__(
-        self,
-        model: TostLM,
-        optimizer: torch.optim.Optimizer,
-        mesh: Mesh,
-        accumulation: int,
-        grad_clip: float,
-        *,
-        bfloat16: bool,
-    ) -> None:
-        super().__init__(model, optimizer, mesh, accumulation, grad_clip)
-        self._bfloat16 = bfloat16
+    def __init__(self, model: TostLM, optimizer: torch.optim.Optimizer, mesh: Mesh, settings: StepSettings) -> None:
+        super().__init__(model, optimizer, mesh, settings)
         for name, parameter in self.parameters.items():
             weight = parameter.detach()
-            replace_parameter(model, name, nn.Parameter(weight.bfloat16() if bfloat16 else weight))
+            replace_parameter(model, name, nn.Parameter(weight.bfloat16() if settings.bfloat16 else weight))
         self._weights = list(zip(self.parameters.values(), model.parameters(), strict=True))
-
-    @property
-    def replicated_part(self) -> int | None:
-        return 0 if self.mesh.replicas.size > 1 else None
 
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
         return self.module(*arguments, **options)
 
     @torch.no_grad()
-    def _backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor], ends_step: bool) -> None:
-        super()._backward(roots, d_states, ends_step)
-        if self._bfloat16:
+    def backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor] = (), *, ends_step: bool = True) -> None:
+        super().backward(roots, d_states)
+        if self._settings.bfloat16:
             self._add_gradients()
 
     def _add_gradients(self) -> None:
@@ -167,7 +150,7 @@ class PlainEngine(TorchEngine):
                 weight.grad = None
 
     def _collect(self) -> None:
-        if not self._bfloat16:
+        if not self._settings.bfloat16:
             for parameter, weight in self._weights:
                 parameter.grad, weight.grad = weight.grad, None
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
@@ -175,7 +158,7 @@ class PlainEngine(TorchEngine):
 
     @torch.no_grad()
     def _publish(self) -> None:
-        if self._bfloat16:
+        if self._settings.bfloat16:
             parameters, weights = zip(*self._weights, strict=True)
             copy_each(list(weights), list(parameters))
 
@@ -203,13 +186,10 @@ class ShardedEngine(TorchEngine):
         model: TostLM,
         optimizer: torch.optim.Optimizer,
         mesh: Mesh,
-        accumulation: int,
-        grad_clip: float,
-        *,
-        bfloat16: bool,
+        settings: StepSettings,
         parallel: ParallelConfig,
     ) -> None:
-        super().__init__(model, optimizer, mesh, accumulation, grad_clip)
+        super().__init__(model, optimizer, mesh, settings)
         self._stage = parallel.zero_stage
         for name, parameter in self.parameters.items():
             if not parameter.dim():
@@ -218,24 +198,20 @@ class ShardedEngine(TorchEngine):
                     "shape [1] in its layer, or set parallel.zero_stage = 0"
                 )
         self._root: Any = _Root(model)
-        _shard(self._root, mesh, parallel, bfloat16=bfloat16)
+        _shard(self._root, mesh, parallel, bfloat16=settings.bfloat16)
         self._shard_of: dict[nn.Parameter, Any] = dict(zip(self.parameters.values(), model.parameters(), strict=True))
         """The DTensor that has the memory of a parameter, and receives its gradient."""
         for parameter, shard in self._shard_of.items():
             parameter.data = shard.detach().to_local()
 
-    @property
-    def replicated_part(self) -> int | None:
-        return self.mesh.shards.rank if self.mesh.copies.size > 1 else None
-
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
         return self._root(_Call(arguments, options))
 
-    def _backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor], ends_step: bool) -> None:
+    def backward(self, roots: Sequence[Tensor], d_states: Sequence[Tensor] = (), *, ends_step: bool = True) -> None:
         self._root.set_requires_gradient_sync(ends_step or self._stage > 1)
         self._root.set_requires_all_reduce(ends_step)
         self._root.set_reshard_after_backward(ends_step or self._stage == 3)
-        super()._backward(roots, d_states, ends_step)
+        super().backward(roots, d_states)
 
     def _collect(self) -> None:
         for parameter, shard in self._shard_of.items():
@@ -337,10 +313,7 @@ def build_engine(
     optimizer: torch.optim.Optimizer,
     mesh: Mesh,
     parallel: ParallelConfig,
-    *,
-    accumulation: int,
-    grad_clip: float,
-    bfloat16: bool,
+    settings: StepSettings,
 ) -> TorchEngine:
     """An engine around a model after `parallelize` that is on its device, with values or without (`allocate`).
 
@@ -348,5 +321,5 @@ def build_engine(
         ConfigError: a parameter cannot be sharded.
     """
     if parallel.partitioning_stage(mesh.replicas.size) == 0:
-        return PlainEngine(model, optimizer, mesh, accumulation, grad_clip, bfloat16=bfloat16)
-    return ShardedEngine(model, optimizer, mesh, accumulation, grad_clip, bfloat16=bfloat16, parallel=parallel)
+        return PlainEngine(model, optimizer, mesh, settings)
+    return ShardedEngine(model, optimizer, mesh, settings, parallel)

@@ -1,6 +1,6 @@
 """The weights that a tensor rank holds, without the rest of the model: its slices, their memory and their values."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -75,15 +75,6 @@ def allocate(model: nn.Module, device: torch.device, dtype: torch.dtype, *, shar
 def replace_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     module, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(module), leaf, parameter)
-
-
-def require_whole(parameters: Iterable[nn.Parameter]) -> None:
-    """Raises RuntimeError if `fully_shard` has sharded one, whose gradients a function around the model would lose."""
-    if any(hasattr(parameter, "full_tensor") for parameter in parameters):
-        raise RuntimeError(
-            "the model is sharded, and autograd would lose the gradients of its tiles: give tiled_loss the model "
-            "without fully_shard, or run one tile at a time"
-        )
 
 
 def draw_on_rank(

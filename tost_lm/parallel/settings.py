@@ -57,6 +57,8 @@ class ParallelConfig(LayoutConfig):
             for name, value in {"tensor": 1, "shard_ranks": None, "offload": "none"}.items():
                 if getattr(self, name) != value:
                     raise ValueError(only_with_fsdp(f"parallel.{name} {getattr(self, name)}"))
+            if self.zero_stage == 0:
+                raise ValueError(only_with_fsdp("parallel.zero_stage 0"))
         return self
 
     def partitioning_stage(self, replicas: int) -> int:

@@ -50,7 +50,8 @@ def require_same_kind(
 def require_unchanged(stage: Stage, records: Sequence[StageRecord], run_folder: Path, *, is_first: bool) -> None:
     """Raises ConfigError unless a stage that has ended is as it was."""
     record = [one for one in records if one.first_step < stage.config.train.steps][-1]
-    changed = changes(record.settings, stage) + _other_start(stage, records, is_first=is_first)
+    last = stage.config.train.steps
+    changed = changes(record.settings, stage, last) + _other_start(stage, records, is_first=is_first)
     if changed:
         raise ConfigError(
             f"{run_folder}: stage {stage.name} has ended; undo the change, or branch from a checkpoint: run.name=NEW "
@@ -59,80 +60,45 @@ def require_unchanged(stage: Stage, records: Sequence[StageRecord], run_folder: 
 
 
 def _other_start(stage: Stage, records: Sequence[StageRecord], *, is_first: bool) -> list[str]:
-    """A line if a stage of [[stages]] did not begin where it says; an appended one may have followed."""
+    """A line if a stage of [[stages]] did not begin where it says; one that 0.1.0 added may have followed."""
     if is_first or any(record.first_step == stage.first_step for record in records):
         return []
     return [f"from_step of stage {stage.name}: {records[-1].first_step} → {stage.first_step}"]
 
 
-def as_recorded(
-    stage: Stage, records: Sequence[StageRecord], step: int, run_folder: Path, *, is_first: bool
-) -> tuple[Stage, bool]:
-    """The stage that is under way, which may have begun later than the settings say: it was appended, or is a branch.
-
-    Returns:
-        The stage, and whether it begins here.
+def as_recorded(stage: Stage, records: Sequence[StageRecord], step: int, run_folder: Path, *, is_first: bool) -> Stage:
+    """The stage that is under way, which may have begun later than the settings say: it is a branch, or 0.1.0 added it.
 
     Raises:
-        ConfigError: the run has other settings, or other learning rates so far. With `run.on_config_change = "stage"`
-            a stage with the new settings begins instead.
+        ConfigError: the run has other settings, or other learning rates so far.
     """
     record = records[-1]
     here = stage._replace(first_step=record.first_step, schedule_from=record.schedule_from)
     if record.first_step != stage.first_step or (is_first and record.first_step):
         here = _with_warmup(here, record.warmup_steps)
-    changed = changes(record.settings, stage) + _other_start(stage, records, is_first=is_first)
-    append = stage.config.run.on_config_change == "stage"
-    try:
-        if changed:
-            raise other_settings(run_folder, changed)
-        _require_same_rates(record, here, step, run_folder)
-    except ConfigError:
-        if not append:
-            raise
-        return appended(stage, record, step), True
-    return here, False
+    changed = changes(record.settings, stage, step) + _other_start(stage, records, is_first=is_first)
+    if changed:
+        raise other_settings(run_folder, changed, one_more_stage(step))
+    _require_same_rates(record, here, step, run_folder)
+    return here
 
 
-def appended(stage: Stage, before: StageRecord, step: int, name: str = "") -> Stage:
-    """A stage that starts after `step` steps of a run. It has a warm-up only if its settings ask for another one.
+def branched(stage: Stage, before: StageRecord, step: int) -> Stage:
+    """A branch that starts after `step` steps of a run. It has a warm-up only if its settings ask for another one.
 
     Raises:
         ConfigError: it has another optimizer, or no steps.
     """
-    config, name = stage.config, name or f"from-step-{step}"
+    config, recorded = stage.config, before.settings["optim"]
     if step >= config.train.steps:
         raise ConfigError(
-            f"stage {name}: is after step {step}, and train.steps is {config.train.steps}; set more steps"
+            f"stage branch: is after step {step}, and train.steps is {config.train.steps}; set more steps"
         )
-    _require_same_optimizer(config, before, name)
-    warmup = config.optim.warmup_steps or 0 if _asks_for_warmup(config, before) else 0
-    return _with_warmup(stage, warmup)._replace(name=name, first_step=step, schedule_from=step)
-
-
-def rewound(stage: Stage, before: StageRecord, step: int) -> Stage:
-    """The stage of a run that is rewound to `step`. The schedule goes on unless the settings have another one.
-
-    Raises:
-        ConfigError: as `appended`.
-    """
-    name = f"rewound-to-{step}"
-    _require_same_optimizer(stage.config, before, name)
-    here = _with_warmup(stage, before.warmup_steps)
-    here = here._replace(name=name, first_step=step, schedule_from=before.schedule_from)
-    goes_on = _schedule_of(before) == _schedule(here.config.optim, here.schedule_steps)
-    if _asks_for_warmup(stage.config, before) or not goes_on:
-        return appended(stage, before, step, name)
-    return here
-
-
-def _require_same_optimizer(config: PretrainConfig, before: StageRecord, name: str) -> None:
-    if (kind := before.settings["optim"]["kind"]) != config.optim.kind:
-        raise other_optimizer(f"stage {name}", kind)
-
-
-def _asks_for_warmup(config: PretrainConfig, before: StageRecord) -> bool:
-    return config.optim.warmup_steps not in (None, before.settings["optim"]["warmup_steps"])
+    if recorded["kind"] != config.optim.kind:
+        raise ConfigError(f'stage branch: has the state of another optimizer; set optim.kind = "{recorded["kind"]}"')
+    asks_for_warmup = config.optim.warmup_steps not in (None, recorded["warmup_steps"])
+    here = _with_warmup(stage, config.optim.warmup_steps or 0 if asks_for_warmup else 0)
+    return here._replace(name="branch", first_step=step, schedule_from=step)
 
 
 def _with_warmup(stage: Stage, steps: int) -> Stage:
@@ -145,14 +111,17 @@ def settings_of(stage: Stage) -> dict[str, Any]:
     return stage.what_is_trained().model_dump(mode="json", exclude={"model": {"plugins"}})
 
 
-def changes(recorded: dict[str, Any], new: Stage) -> list[str]:
-    """A line for each setting that identifies what is trained, beside those that may change with equal rates so far."""
-    lines = _lines(recorded, new)
+def changes(recorded: dict[str, Any], new: Stage, step: int) -> list[str]:
+    """A line for each setting that identifies what is trained in the run's first `step` steps, beside those that may
+    change with equal rates so far."""
+    lines = _lines(recorded, new, step)
     return lines if {line.partition(":")[0] for line in lines} - MAY_CHANGE else []
 
 
-def _lines(recorded: dict[str, Any], new: Stage) -> list[str]:
+def _lines(recorded: dict[str, Any], new: Stage, step: int) -> list[str]:
     known, ours = dict(leaves(recorded)), dict(leaves(settings_of(new)))
+    for tree in (known, ours):  # later steps may be skipped
+        tree["data.skip_steps"] = [[a, min(b, step)] for a, b in tree.get("data.skip_steps", []) if a <= step]
     # An earlier version had no such setting; it trained as the default value does.
     defaults = {path: default_of(PretrainConfig, path) for path in ours.keys() - known.keys()}
     lines = differences_of_trees(defaults | known, ours)
@@ -164,16 +133,14 @@ MAY_CHANGE = {"train.steps", "optim.warmup_steps"}
 """Settings that may change if the learning rates of the steps so far do not."""
 
 
-def other_settings(folder: Path, changed: Sequence[str]) -> ConfigError:
-    first = (
-        f"{folder}: this run has other settings; undo the change, choose another run.name, or go on with the new "
-        "settings as one more stage: run.on_config_change=stage"
-    )
+def one_more_stage(step: int) -> str:
+    """How a run goes on with other settings."""
+    return f"make the change one more stage: [[stages]] with from_step = {step}"
+
+
+def other_settings(folder: Path, changed: Sequence[str], fix: str) -> ConfigError:
+    first = f"{folder}: this run has other settings; undo the change, choose another run.name, or {fix}"
     return ConfigError("\n".join([first, *changed]))
-
-
-def other_optimizer(what: str, kind: str) -> ConfigError:
-    return ConfigError(f'{what}: has the state of another optimizer; set optim.kind = "{kind}"')
 
 
 def other_tokenizer(what: str, config: PretrainConfig) -> DataError:
@@ -204,13 +171,12 @@ def _require_same_rates(record: StageRecord, new: Stage, step: int, run_folder: 
     first, optim, old, old_steps = record.schedule_from, new.config.optim, *_optim_of(record)
     if _schedule_of(record) == _schedule(optim, new.schedule_steps):
         return
-    what = f"{run_folder}: {', '.join(_lines(record.settings, new))}"
+    what = f"{run_folder}: {', '.join(_lines(record.settings, new, step))}"
     stable = first + steps_before_decay(old, old_steps)
     if step > stable:
         raise ConfigError(
             f"{what}: the learning rate of its run (optim.schedule {old.schedule}) decays after step {stable}, "
-            f"and the checkpoint is after step {step}; undo the change, or go on as one more stage: "
-            "run.on_config_change=stage"
+            f"and the checkpoint is after step {step}; undo the change, or {one_more_stage(step)}"
         )
     was, now = record.warmup_steps, warmup_steps(optim, new.schedule_steps)
     if was != now:

@@ -18,7 +18,7 @@ from tost_lm.model.config import ModelConfig
 from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.parallel.apply import checkpoint_context, parallelize
-from tost_lm.parallel.engine import Engine
+from tost_lm.parallel.engine import Engine, StepSettings
 from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.settings import PretrainConfig
@@ -120,18 +120,12 @@ def build_training_engine(config: PretrainConfig, mesh: Mesh) -> Engine:
         optimizer_of(config.optim).build(model, config.optim),
         mesh,
         parallel,
-        accumulation=config.accumulation(mesh.tensor.size * mesh.replicas.size),
-        grad_clip=config.optim.grad_clip,
-        bfloat16=bfloat16,
+        StepSettings(config.accumulation(mesh.tensor.size * mesh.replicas.size), config.optim.grad_clip, bfloat16),
     )
 
 
 def build_writer(
-    engine: Engine,
-    start: StageRun,
-    check_folder: Callable[[], None],
-    first_step: int = 0,
-    uploads: Uploads | None = None,
+    engine: Engine, start: StageRun, first_step: int = 0, uploads: Uploads | None = None
 ) -> CheckpointWriter:
     """The writer of a run's checkpoints; all ranks call it together. The run starts after `first_step` steps.
 
@@ -140,7 +134,7 @@ def build_writer(
     """
     config = start.config
     card = partial(model_card, run=config.run_folder)
-    files = RunFiles(config.run_folder, check_folder, to_toml(start.run), start.corpora.tokenizer(), card, uploads)
+    files = RunFiles(config.run_folder, to_toml(start.run), start.corpora.tokenizer(), card, uploads)
     writer = CheckpointWriter(engine, files, config.checkpoint, config.run.timeouts)
     last = start.run.in_stages()[-1].config.last_step
     writer.require_disk_space(first_step, last, keeps_best=config.validation.interval is not None)

@@ -1,14 +1,12 @@
 """The run folder of a launch: opened with the first lines of the log, closed with the last."""
 
 import shutil
-from datetime import datetime
 from typing import Any
 
 import torch
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, step_folder
-from tost_lm.checkpointing.uploads import set_aside
 from tost_lm.model.flops import parameters
 from tost_lm.optim.settings import warmup_steps
 from tost_lm.parallel.mesh import World
@@ -32,7 +30,6 @@ def open_folder(
         return NullMetrics()
     config, stage = start.config, start.stage
     require_same_checkpoints(start)
-    _set_aside(config, start)
     kind = world.device.type
     device = torch.cuda.get_device_name(world.device) if kind == "cuda" else kind
     write_run_folder(start.run, world.size, kind, plan_of_run(config, world.size, device))
@@ -40,10 +37,9 @@ def open_folder(
         (config.run_folder / FLIGHT_RECORDER).mkdir(exist_ok=True)  # NCCL writes there and does not create it
     shutil.rmtree(heartbeat.folder, ignore_errors=True)  # of an earlier launch, perhaps with more ranks
     branch = _branch(start)
-    rewound = {"rewound_from": start.record.rewound_from} if start.abandoned else {}
     metrics = Metrics(config, progress, world.size, world.device, branch)
     if progress.step == stage.first_step and not branch and len(progress.stages) > 1:
-        metrics.event(progress.step, "stage", name=stage.name, **rewound)
+        metrics.event(progress.step, "stage", name=stage.name)
     metrics.log(_opening_line(config, world, start, tiling))
     warmup = warmup_steps(config.optim, stage.schedule_steps)
     if warmup >= stage.schedule_steps:
@@ -55,21 +51,6 @@ def open_folder(
         folder, sha256, _ = start.initial_weights
         metrics.event(progress.step, "initial weights", folder=str(folder), manifest_sha256=sha256)
     return metrics
-
-
-def _set_aside(config: PretrainConfig, start: StageRun) -> None:
-    """At a rewind, move the checkpoints after its step into a folder of the run, and copy the records there."""
-    if not start.abandoned:
-        return
-    folder = config.run_folder / "rewound" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-    folder.mkdir(parents=True)
-    for rows in config.run_folder.glob("*.jsonl"):
-        shutil.copy(rows, folder)
-    if config.upload_folder:
-        set_aside(config.upload_folder, start.record.first_step, config.upload_folder / "rewound" / folder.name)
-    for checkpoint in start.abandoned:
-        checkpoint.rename(folder / checkpoint.name)
-    print(f"moved the checkpoints after {start.resume_from}, and copied the records, to {folder}", flush=True)
 
 
 def _branch(start: StageRun) -> dict[str, Any] | None:
@@ -93,11 +74,6 @@ def log_end(
     elif stop_reason:
         how = f"stopped on {stop_reason} with everything saved; run the same command to resume"
         metrics.event(step, "stopped", why=stop_reason)
-    elif config.stops_early(progress):
-        how = (
-            f"done: {progress.validations_since_lowest} validations in a row had no lower loss (validation.stop_after)"
-        )
-        metrics.event(step, "done", why="validation.stop_after")
     elif step < config.train.steps or not is_last_stage:
         how = "stopped at run.stop_at_step"
         metrics.event(step, "stopped", why="run.stop_at_step")

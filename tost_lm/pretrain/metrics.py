@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import torch
 
 from tost_lm.checkpointing.format import SETTINGS, Progress
-from tost_lm.checkpointing.run_folder import ENVIRONMENT, HEARTBEATS, ROWS, read_record
+from tost_lm.checkpointing.run_folder import COLUMNS, ENVIRONMENT, HEARTBEATS, read_record
 from tost_lm.config import to_toml
 from tost_lm.data.stages import phases, tokens_of
 from tost_lm.errors import TrainingError
@@ -84,19 +84,16 @@ class Metrics:
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device), config.train.dtype) if cuda else None
 
         folder, first_step = config.run_folder, progress.step
-        kept = {name: drop_rows_after(folder / f"{name}.jsonl", first_step) for name in ROWS}
+        kept = {name: drop_rows_after(folder / f"{name}.jsonl", first_step) for name in COLUMNS}
         self._rows, self._validation_rows, self._evaluation_rows, self._events, self._log = (
-            regular_file(folder / name).open("a") for name in (*(f"{name}.jsonl" for name in ROWS), "log.txt")
+            regular_file(folder / name).open("a") for name in (*(f"{name}.jsonl" for name in COLUMNS), "log.txt")
         )
         self.wandb_run_id = progress.wandb_run_id
         """Stored in checkpoints, so that all launches of a run are one wandb run; empty without wandb."""
         tree = redact_tree(config.model_dump(mode="json"))
         launch = LoggedLaunch(folder, config.run.name, first_step, self.wandb_run_id, tree, config.run.timeouts.close)
-        own = config.run.logger_settings
         self._loggers = [
-            GuardedLogger(name, launch, own.get(Path(name).stem, {}), self.log)
-            for name in config.run.loggers
-            if logger_of(name).is_on()
+            GuardedLogger(name, launch, self.log) for name in config.run.loggers if logger_of(name).is_on()
         ]
         self.wandb_run_id = next((one.run_id for one in self._loggers if one.run_id), self.wandb_run_id)
 

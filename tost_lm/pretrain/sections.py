@@ -36,7 +36,7 @@ class TrainingDataConfig(Section):
     packing: Literal["concatenated", "best-fit"] = "concatenated"
     """`concatenated`: samples are cut from the concatenated documents, as published; `best-fit`: document packing: a sample contains whole documents that do not see each other, and a document longer than a sample is cut."""
     skip_steps: list[StepRange] = Field(default_factory=list)
-    """Ranges of steps, first and last, whose batches are not trained on: [[101, 120]]. They count as steps, and the learning rates of all others stay."""
+    """Ranges of steps, first and last, whose batches are not trained on: [[101, 120]]. They count as steps, and the learning rates of all others stay. At a resume, steps after the checkpoint may be added."""
     workers: int = Field(default=1, ge=0)
     """Threads of each rank that read batches ahead (0: none). The batches do not depend on it."""
 
@@ -102,9 +102,7 @@ class TrainConfig(Section):
     initial_weights: Annotated[Path | None, TAKES_URLS] = None
     """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Without [model] the model is that of the weights, else both must be equal except in the settings model.softmax.rope_*. Unset: weights are drawn at random."""
     branch_from: Annotated[Path | None, TAKES_URLS] = None
-    """Branch: continue the run of this step folder in a run folder of its own, with its optimizer state, as one more stage: see [[stages]]. Also continues converted checkpoints of the released code."""
-    rewind: int | None = Field(default=None, gt=0)
-    """Go back to the checkpoint after this step, and on from there as one more stage, once: what followed it moves into RUN/rewound. See data.skip_steps."""
+    """Branch: continue the run of this step folder in a run folder of its own, with its optimizer state, as one more stage: see [[stages]]."""
     skip_spike_sigma: float | None = Field(default=None, gt=0)
     """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last 128 (6 is usual). Without it only non-finite steps are skipped."""
 
@@ -168,14 +166,6 @@ class ValidationConfig(Section):
     """Steps between validations; without it there are none."""
     sequences: int = Field(default=64, gt=0)
     """Number of sequences of train.seq_len tokens, the same each time, over all ranks; at most one pass over the held-out split."""
-    stop_after: int | None = Field(default=None, gt=0)
-    """End the run after this many validations in a row whose loss was not below the lowest one before. Its checkpoint stays."""
-
-    @model_validator(mode="after")
-    def _stops_after_validations(self) -> "ValidationConfig":
-        if self.stop_after and self.interval is None:
-            raise ValueError("validation.stop_after has no effect without validations: set validation.interval")
-        return self
 
 
 class EvaluationConfig(Section):
@@ -210,28 +200,22 @@ class RunConfig(Section):
     """Steps between log lines and rows of metrics.jsonl."""
     loggers: list[str] = Field(default=["wandb"])
     """Where the rows of the JSONL files are shown as well: wandb, whose own variables say how (WANDB_MODE: default offline; WANDB_PROJECT: default tost_lm), tensorboard, or a Python file with a logger of your own."""
-    logger_settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Settings of loggers of your own, by the names of their files without .py."""
     stop_at_step: int | None = Field(default=None, gt=0)
     """Save and stop after this step; a later launch resumes from it."""
     max_minutes: float | None = Field(default=None, gt=0)
     """Save and stop before this many minutes have passed since the launch, for the time limit of a job; exit code 75."""
     timeout_seconds: float = Field(default=600.0, gt=0)
     """Heartbeat timeout of the watchdog: a rank that takes longer for a step, or to write its shard of a checkpoint, counts as hung, and the run ends."""
-    sdc_check_interval: int = Field(default=100, ge=0)
-    """Detection of silent data corruption: steps between comparisons of all ranks' weights (parallel.zero_stage 0). At stages 1 to 3 checksums of the optimizer state are compared at every step. 0: neither."""
     abort_after_skips: int = Field(default=10, gt=0)
     """End the run after this many skipped steps in a row."""
     profile_steps: StepRange | None = None
     """First and last step, as in the log, to trace with torch.profiler: one file per rank in profile/."""
-    on_config_change: Literal["refuse", "stage"] = "refuse"
-    """Behaviour when the run folder has a run with other settings or shards: `refuse` prints the differences and exits; `stage` goes on from the newest checkpoint with the new settings, as one more stage."""
 
     @model_validator(mode="after")
     def _loggers_exist(self, info: ValidationInfo) -> "RunConfig":
         if is_from_user(info):
             try:
-                check_loggers(self.loggers, self.logger_settings)
+                check_loggers(self.loggers)
             except ConfigError as error:
                 raise ValueError(str(error)) from None
         return self
@@ -259,7 +243,7 @@ class StageConfig(Section):
     train: dict[str, Any] = Field(default_factory=dict)
     """train.seq_len, batches, numbers and their precision; not the seed."""
     validation: dict[str, Any] = Field(default_factory=dict)
-    """Changes of [validation]; the lowest loss is that of the stage."""
+    """Changes of [validation]."""
     evaluation: dict[str, Any] = Field(default_factory=dict)
     """Changes of [evaluation]."""
     parallel: dict[str, Any] = Field(default_factory=dict)
@@ -276,7 +260,7 @@ class StageConfig(Section):
 
     @model_validator(mode="after")
     def _of_one_run(self) -> "StageConfig":
-        of_run = {"train": ("seed", "initial_weights", "branch_from", "rewind"), "checkpoint": ("upload",)}
+        of_run = {"train": ("seed", "initial_weights", "branch_from"), "checkpoint": ("upload",)}
         for section, name in ((section, name) for section, names in of_run.items() for name in names):
             if name in getattr(self, section):
                 raise ValueError(f"stage {self.name}: {section}.{name} is one for the whole run; remove it here")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from tost_lm.checkpointing.format import Progress, read_model_config
+from tost_lm.checkpointing.format import read_model_config
 from tost_lm.checkpointing.run_folder import find_checkpoint, step_of
 from tost_lm.checkpointing.settings import CheckpointConfig
 from tost_lm.config import Section, load_config, merged, path_or_url, validate
@@ -127,13 +127,9 @@ class PretrainConfig(Section):
         only_fsdp = {
             "train.skip_spike_sigma": self.train.skip_spike_sigma,
             "memory.tile_tokens": self.memory.tile_tokens,
-            f"optim.kind {self.optim.kind}": self.optim.kind == "muon",
             "train.compile at parallel.zero_stage 3": self.train.compile and self.parallel.zero_stage == 3,
             "memory.mlp_tile_tokens at parallel.zero_stage 3": (
                 self.memory.mlp_tile_tokens and self.parallel.zero_stage == 3
-            ),
-            "train.dtype bfloat16 at parallel.zero_stage 0": (
-                self.train.dtype == "bfloat16" and self.parallel.zero_stage == 0
             ),
         }
         yield from (only_with_fsdp(setting) for setting, is_set in only_fsdp.items() if is_set)
@@ -167,10 +163,6 @@ class PretrainConfig(Section):
     def last_step(self) -> int:
         """The last step of this launch."""
         return min(self.train.steps, self.run.stop_at_step or self.train.steps)
-
-    def stops_early(self, progress: Progress) -> bool:
-        """Whether `validation.stop_after` has ended the run."""
-        return 0 < (self.validation.stop_after or 0) <= progress.validations_since_lowest
 
     def with_context_of(self, weights: ModelConfig) -> "PretrainConfig":
         """The settings for a model that continues from these weights: it was trained on their context length, too."""
@@ -231,7 +223,7 @@ class Stage(NamedTuple):
         skipped = [(a, b) for a, b in config.data.skip_steps if b > self.first_step and a <= last]
         data = config.data.model_copy(update={"workers": 1, "skip_steps": skipped})
         optim = config.optim.model_copy(update={"warmup_steps": warmup_steps(config.optim, self.schedule_steps)})
-        train = config.train.model_copy(update={"micro_batch_size": 1, "rewind": None})
+        train = config.train.model_copy(update={"micro_batch_size": 1})
         # Initial weights may raise the context. Plugins are compared by the hashes of their texts.
         model = config.model.model_copy(update={"context_length": config.train.seq_len, "plugins": []})
         return config.model_copy(update={**CARRIED_OUT, "model": model, "data": data, "optim": optim, "train": train})

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tost_lm.checkpointing.format import Progress
-from tost_lm.checkpointing.run_folder import step_of
 from tost_lm.data.loader import Corpora
 from tost_lm.data.stages import StageRecord
 from tost_lm.pretrain.settings import PretrainConfig, Stage
@@ -46,19 +45,6 @@ class StageRun(NamedTuple):
     def with_config(self, config: PretrainConfig) -> "StageRun":
         """The same with other settings of the stage, which do not change what is trained."""
         return self._replace(stage=self.stage._replace(config=config))
-
-    @property
-    def record(self) -> StageRecord:
-        """That of the stage."""
-        return self.records[-1]
-
-    @property
-    def abandoned(self) -> tuple[Path, ...]:
-        """The checkpoints that a rewind leaves."""
-        if self.resume_from is None or self.record.rewound_from is None:
-            return ()
-        begins = step_of(self.resume_from) == self.record.first_step
-        return tuple(folder for folder in self.checkpoints if begins and folder.name > self.resume_from.name)
 
     @property
     def weights_from(self) -> Path | None:

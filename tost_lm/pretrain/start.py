@@ -1,15 +1,12 @@
 """Where a run starts: at its newest valid checkpoint, at one that it branches from, or with initial weights.
 
-Every change of what is trained is one more stage: one of [[stages]], one that is appended to a run
-(run.on_config_change=stage), or a branch.
+Every change of what is trained is one more stage: one of [[stages]], or a branch.
 """
 
 import gc
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from tost_lm.checkpointing.format import (
     verify_checkpoint,
 )
 from tost_lm.checkpointing.reading import load_weights, restore
-from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, HEARTBEATS, find_checkpoint, step_folders, step_of
+from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, HEARTBEATS, find_checkpoint, step_folders
 from tost_lm.config import leaves, load_config
 from tost_lm.data.loader import Corpora
 from tost_lm.data.stages import StageSource
@@ -34,10 +31,10 @@ from tost_lm.parallel.agreement import error_of_all_ranks, require_agreement, se
 from tost_lm.parallel.engine import Engine
 from tost_lm.pretrain.changes import (
     MAY_CHANGE,
-    appended,
     as_recorded,
+    branched,
     changes,
-    other_optimizer,
+    one_more_stage,
     other_settings,
     other_tokenizer,
     record_of,
@@ -45,16 +42,11 @@ from tost_lm.pretrain.changes import (
     require_same_model,
     require_same_shape,
     require_unchanged,
-    rewound,
     settings_of,
 )
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.stage_run import InitialWeights, StageRun
 from tost_lm.remote import RemotePath, local_copy
-
-
-class OtherStageError(Exception):
-    """The launch has to begin again, in the processes of another stage."""
 
 
 def find_start(
@@ -84,8 +76,6 @@ def find_start(
         verify_checkpoint(folder, hash_shards=hash_shards)
 
     def from_step_0() -> StageRun:
-        if config.train.rewind is not None:
-            raise ConfigError(f"train.rewind {config.train.rewind}: {config.run_folder} has no checkpoint; remove it")
         stage, *later = config.in_stages()
         corpora = open_corpora(stage.config.data.folders)
         require_same_kind(later, stage.config.model, corpora.tokenizer().sha256, open_corpora)
@@ -100,43 +90,17 @@ def find_start(
     checkpoints = tuple(step_folders(folder))
     if not checkpoints:
         recorded = load_config(PretrainConfig, folder / SETTINGS).in_stages()[0]
-        if changed := changes(settings_of(recorded), config.in_stages()[0]):
-            raise other_settings(folder, changed)
+        if changed := changes(settings_of(recorded), config.in_stages()[0], 0):
+            raise other_settings(folder, changed, "remove the folder, which has no checkpoint")
         return from_step_0()
     newest = find_checkpoint(folder, warn, verify)
-    older = _rewound_to(config, newest, verify)
-    start = _resumed(config, older or newest, step_of(newest) if older else None, open_corpora)
-    return start._replace(resume_from=older or newest, checkpoints=checkpoints)
-
-
-def _rewound_to(config: PretrainConfig, newest: Path, verify: Callable[[Path], None]) -> Path | None:
-    """The checkpoint of train.rewind; None: there is none, or the run was rewound to it.
-
-    Raises:
-        ConfigError: the run has no such checkpoint.
-        CheckpointError: it is damaged.
-    """
-    step = config.train.rewind
-    rewinds = [one.first_step for one in Progress.read(newest).stages if one.rewound_from is not None]
-    if step is None or step in rewinds:
-        return None
-    found = {step_of(folder): folder for folder in step_folders(config.run_folder) if folder.name <= newest.name}
-    if step not in found:
-        raise ConfigError(
-            f"train.rewind {step}: {config.run_folder} has no checkpoint after this step; set one of "
-            f"{', '.join(map(str, found))}"
-        )
-    verify(found[step])
-    return found[step]
+    return _resumed(config, newest, open_corpora)._replace(resume_from=newest, checkpoints=checkpoints)
 
 
 def _resumed(
-    config: PretrainConfig,
-    checkpoint: Path,
-    rewound_from: int | None,
-    open_corpora: Callable[[Mapping[Path, float]], Corpora],
+    config: PretrainConfig, checkpoint: Path, open_corpora: Callable[[Mapping[Path, float]], Corpora]
 ) -> StageRun:
-    """The start at a checkpoint of the run, in the stage that its next step is in, or at a rewind in one of its own."""
+    """The start at a checkpoint of the run, in the stage that its next step is in."""
     progress, stages, run_folder = Progress.read(checkpoint), config.in_stages(), config.run_folder
     step, records = progress.step, progress.stages
     current = max(number for number, one in enumerate(stages) if number == 0 or one.first_step <= step)
@@ -144,27 +108,20 @@ def _resumed(
     begins = current > 0 and stage.first_step == step
     for number, finished in enumerate(stages[:current]):
         require_unchanged(finished, records, run_folder, is_first=number == 0)
-    if rewound_from is not None and not begins:
-        stage, begins = rewound(stage, records[-1], step), True
-    elif not begins:
-        stage, begins = as_recorded(stage, records, step, run_folder, is_first=current == 0)
+    if not begins:
+        stage = as_recorded(stage, records, step, run_folder, is_first=current == 0)
     todo = [stage, *stages[current + 1 :]]
     require_same_kind(todo, read_model_config(checkpoint), progress.tokenizer_sha256, open_corpora)
     corpora = open_corpora(stage.config.data.folders)
     if not begins:
-        other = _identities(records[-1].sources) != _identities(corpora.sources)
-        if other and config.run.on_config_change == "stage":
-            stage = appended(given, records[-1], step)
-            return StageRun(config, stage, corpora, (*records, record_of(stage, corpora, given)))
-        if other:
+        if _identities(records[-1].sources) != _identities(corpora.sources):
             raise CheckpointError(
                 f"{checkpoint}: was trained on other shards than those in "
-                f"{', '.join(map(str, stage.config.data.folders))}; choose another run.name"
+                f"{', '.join(map(str, stage.config.data.folders))}; choose another run.name, or {one_more_stage(step)}"
             )
         record = replace(records[-1], sources=corpora.sources, settings=settings_of(given))  # perhaps more steps
         return StageRun(config, stage, corpora, (*records[:-1], record))
-    record = replace(record_of(stage, corpora, given), rewound_from=rewound_from)
-    return StageRun(config, stage, corpora, (*records, record))
+    return StageRun(config, stage, corpora, (*records, record_of(stage, corpora, given)))
 
 
 def _identities(sources: Sequence[StageSource]) -> list[tuple[str, float]]:
@@ -201,21 +158,14 @@ def _with_initial_weights(start: StageRun, warn: Callable[[str], None], verify: 
     weights = InitialWeights(folder, sha256_file(folder / MANIFEST))
     if not branch:
         return start._replace(initial_weights=weights)
-    if not StoredTensors(folder, "optimizer"):
+    theirs = Progress.read(folder) if StoredTensors(folder, "optimizer") else Progress(0, 0)
+    if not theirs.stages:  # an export, or a ckpt.pt that 0.1.0 converted
         raise ConfigError(
-            f"{what}: has no optimizer state; set train.initial_weights instead, to start with a new optimizer"
+            f"{what}: has no optimizer state of a run; set train.initial_weights instead, to start with a new optimizer"
         )
-    theirs = replace(Progress.read(folder), wandb_run_id="", tokenizer_sha256=start.corpora.tokenizer().sha256)
-    if theirs.stages:
-        stage = appended(start.stage, theirs.stages[-1], theirs.step, "branch")
-        progress = theirs.in_stage(record_of(stage, start.corpora, start.stage))
-    else:  # converted from the released code: it goes on with its schedule and its data
-        if config.optim.kind != "adamw":
-            raise other_optimizer(what, "adamw")
-        stage = start.stage._replace(first_step=0, schedule_from=0)
-        if theirs.step >= train.steps:
-            raise ConfigError(f"{what}: is after step {theirs.step}, and train.steps is {train.steps}; set more steps")
-        progress = theirs.in_stage(record_of(stage, start.corpora, stage))
+    stage = branched(start.stage, theirs.stages[-1], theirs.step)
+    theirs = replace(theirs, wandb_run_id="", tokenizer_sha256=start.corpora.tokenizer().sha256)
+    progress = theirs.in_stage(record_of(stage, start.corpora, start.stage))
     return start._replace(stage=stage, records=progress.stages, initial_weights=weights._replace(progress=progress))
 
 
@@ -281,8 +231,8 @@ def start_engine(
         The engine, its progress, and what it starts from.
 
     Raises:
-        TostError: as `find_start`, on all ranks.
-        OtherStageError: the newest valid checkpoint is in another stage; rank 0 has moved the damaged ones aside.
+        TostError: as `find_start`, or the newest valid checkpoint is in another stage, which needs processes of its
+            own; on all ranks.
     """
     damaged: dict[Path, str] = {}
     while True:
@@ -300,18 +250,8 @@ def start_engine(
             raise error_of_all_ranks([str(error)], type(error)) from None
         require_agreement({"checkpoint": str(found.weights_from)}, "start all ranks from one shared folder")
         if found.stage.first_step != start.stage.first_step:
-            if os.environ.get("RANK", "0") == "0":
-                _move_aside(damaged, found, warn)
-            raise OtherStageError
+            raise error_of_all_ranks([*damaged.values()], CheckpointError)
         start = found.with_config(start.config)
-
-
-def _move_aside(damaged: Iterable[Path], start: StageRun, warn: Callable[[str], None]) -> None:
-    """Rename damaged checkpoints, so that the next launch does not begin in their stage."""
-    for folder in damaged:
-        aside = folder.with_name(f"damaged_{folder.name}_{datetime.now():%Y%m%d-%H%M%S}")
-        folder.rename(aside)
-        warn(f"renamed {folder} to {aside.name}: the newest valid checkpoint is in stage {start.stage.name}")
 
 
 def _set_state(engine: Engine, start: StageRun) -> Progress:

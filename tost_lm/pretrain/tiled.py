@@ -5,10 +5,10 @@ The past of a layer is its state; the states of softmax layers without a window 
 tiles (`tost_lm.mixers.state`). A first pass computes only the states between tiles. A second pass goes from the last
 tile to the first. It computes each tile again from the state before it and runs its backward with the gradient of the
 state after it. That backward gives the gradient of the state before it, for the previous tile. So every tile but the
-last is computed twice. The gradients of weights are summed over tiles in float32 or wider.
+last is computed twice.
 
-The engine of a run drives the backward of each tile (`forward_and_backward`). In your own training loop, autograd sees
-one function of the weights (`tiled_loss`).
+The engine of a run drives the backward of each tile (`forward_and_backward`) and sums the gradients of weights in
+float32. In your own training loop, autograd does (`tiled_backward`), in the data type of the weights.
 
 Shape suffixes: B rows, T tokens of a row, L the row's tokens on this rank: its sequence shards of all tiles in order.
 """
@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.func import functional_call
 
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.errors import ConfigError
@@ -29,11 +27,9 @@ from tost_lm.model.block import LMOutput, LMState
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.layout import SequenceShard, SequenceSplit
-from tost_lm.ops.precision import statistics_dtype
 from tost_lm.parallel.apply import shard_of
 from tost_lm.parallel.engine import Engine
 from tost_lm.parallel.mesh import Mesh
-from tost_lm.parallel.rank_weights import require_whole
 
 
 class Tile(NamedTuple):
@@ -87,12 +83,12 @@ def _splits(tokens: int, size: int, ranks: int = 1, rank: int = 0) -> Iterator[t
         yield start, SequenceSplit.even(min(size, tokens - start), ranks, rank)
 
 
-def tiled_loss(
+def tiled_backward(
     model: TostLM, tokens_BT: Tensor, labels_BT: Tensor, tile_tokens: int, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """`model(tokens, labels, cu_seqlens=…).loss`, exact in value and gradients, in the memory of one tile.
+    """The loss of `model(tokens, labels, cu_seqlens=…)` and its backward, exactly, in the memory of one tile.
 
-    The gradients are computed in this call, so the loss allows one backward.
+    The gradients are added to those that the weights have, in their data type, once for each tile.
 
     Args:
         model: any.
@@ -101,26 +97,16 @@ def tiled_loss(
         tile_tokens: tokens of each row that are in memory at once.
         cu_seqlens: offsets of packed documents, as in `TostLM.forward`.
 
+    Returns:
+        The loss, without a graph.
+
     Raises:
         ConfigError: a document is longer than the model's positions.
     """
     tiles = [Tile(start, split, None) for start, split in _splits(tokens_BT.shape[1], tile_tokens)]
     count = (labels_BT != IGNORED_LABEL).sum()
     batches = list(tile_batches(tokens_BT, labels_BT, cu_seqlens, count, tiles))
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    require_whole(parameters)
-
-    def run(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
-        # Separate leaves that share the weights' memory: gradient hooks of the weights see only the sum over tiles.
-        detached = {name: weight.detach().requires_grad_() for name, weight in zip(names, weights, strict=True)}
-        sums: dict[str, Tensor] = {}
-        for name, leaf in detached.items():
-            leaf.register_post_accumulate_grad_hook(partial(_accumulate, sums, name))
-        call = lambda *arguments, **options: functional_call(model, detached, arguments, options)
-        losses = _losses_of_tiles(call, batches, states_on_host=False, backward=_backward_in_autograd)
-        return _sums(losses)[MINIMIZED], [sums.get(name) for name in names]
-
-    return _Tiled.apply(run, *parameters)  # pyright: ignore[reportReturnType]
+    return _sums(_losses_of_tiles(model, batches, states_on_host=False, backward=_backward_in_autograd))[MINIMIZED]
 
 
 def forward_and_backward(
@@ -131,8 +117,7 @@ def forward_and_backward(
         batches = list(tile_batches(*batch, label_count, tiling.tiles))
 
         def backward(is_first_tile: bool, roots: Sequence[Tensor], d_roots: Sequence[Tensor]) -> None:
-            loss, *states = roots
-            engine.backward(loss, states, d_roots[1:], ends_step=ends_step and is_first_tile)
+            engine.backward(roots, d_roots[1:], ends_step=ends_step and is_first_tile)
 
         _, *scalars = _sums(_losses_of_tiles(engine, batches, tiling.states_on_host, backward)).items()
         return dict(scalars)
@@ -144,7 +129,7 @@ def forward_and_backward(
         tiling=tiling,
     )
     assert output.loss is not None
-    engine.backward(output.loss, ends_step=ends_step)
+    engine.backward([output.loss], ends_step=ends_step)
     return output.scalars
 
 
@@ -231,23 +216,6 @@ def _nats(model: Call, batches: Sequence[TileBatch]) -> Tensor:
     return torch.cat(nats, 1)
 
 
-class _Tiled(torch.autograd.Function):
-    """apply(run, *weights) → loss; `run(weights)` returns it and the gradient of each weight."""
-
-    @staticmethod
-    def forward(ctx, run: Callable[..., tuple[Tensor, list[Tensor | None]]], *weights: Tensor) -> Tensor:
-        loss, ctx.gradients = run(weights)
-        return loss.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_loss: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        if ctx.gradients is None:
-            raise RuntimeError("a tiled loss allows one backward; compute the loss again")
-        gradients, ctx.gradients = ctx.gradients, None
-        return None, *(None if d is None else d.mul_(d_loss) for d in gradients)
-
-
 Backward = Callable[[bool, Sequence[Tensor], Sequence[Tensor]], None]
 """Takes whether it is that of the first tile, the last backward; the loss and the tensors of the final state; and their
 gradients."""
@@ -310,15 +278,6 @@ def _forward_and_backward(
                 d_roots.append(d.to(x.device))  # that of an offloaded shared state is on the host
     backward(roots, d_roots)
     return {MINIMIZED: output.loss.detach(), **output.scalars}
-
-
-def _accumulate(sums: dict[str, Tensor], name: str, leaf: Tensor) -> None:
-    gradient, leaf.grad = leaf.grad, None
-    assert gradient is not None
-    if name in sums:
-        sums[name] += gradient
-    else:
-        sums[name] = gradient.to(statistics_dtype(gradient))
 
 
 def _with_next(batches: Sequence[TileBatch]) -> Iterator[tuple[TileBatch, TileBatch | None]]:

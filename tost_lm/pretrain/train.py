@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, HEARTBEATS
 from tost_lm.checkpointing.run_lock import run_lock
+from tost_lm.checkpointing.uploads import Uploads
 from tost_lm.data.prefetch import MicroBatch, prefetched
 from tost_lm.model.flops import document_flops
 from tost_lm.optim.settings import learning_rate
-from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.graceful_stop import GracefulStop, StopOfRanks, StopRequestedError
 from tost_lm.parallel.mesh import World, build_mesh, start_world, stop_world
 from tost_lm.parallel.watchdog import Heartbeat, watch_ranks
@@ -25,27 +25,20 @@ from tost_lm.pretrain.profiler import Profiler
 from tost_lm.pretrain.rank_times import RankTimes
 from tost_lm.pretrain.spikes import SpikeGuard
 from tost_lm.pretrain.stage_run import StageRun
-from tost_lm.pretrain.start import OtherStageError, require_same_start, start_engine
+from tost_lm.pretrain.start import require_same_start, start_engine
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.validation import build_validation
 from tost_lm.torch_internals import enable_flight_recorder
 
 if TYPE_CHECKING:
-    from tost_lm.checkpointing.uploads import Uploads
     from tost_lm.tasks.in_training import TasksInTraining
 
 
-def train(
-    start: StageRun,
-    graceful_stop: GracefulStop,
-    evaluation: "TasksInTraining | None" = None,
-    uploads: "Uploads | None" = None,
-) -> str:
+def train(start: StageRun, graceful_stop: GracefulStop, evaluation: "TasksInTraining | None" = None) -> str:
     """Train the stage of `start` to its last step or `run.stop_at_step`, from its checkpoint or from step 0.
 
     Args:
         evaluation: runs every `evaluation.interval` steps; None: there is none.
-        uploads: on rank 0, of a run with `checkpoint.upload`.
 
     Returns:
         Why the launch ended: one of `graceful_stop.REASONS`, or NEXT_STAGE if another stage follows; empty: the run, or
@@ -64,12 +57,8 @@ def train(
         start = start.with_config(with_tile_size(start.config, world))
         if world.rank == 0 and (warning := memory_warning(start.config, world)):
             print(warning, flush=True)
-        with run_lock(folder, world.rank) as check, explain_out_of_memory(start.config, heartbeat):
-            try:
-                trainer = Trainer(start, graceful_stop, evaluation, world, heartbeat, check, uploads)
-            except OtherStageError:
-                stop_world()
-                return NEXT_STAGE
+        with run_lock(folder, world.rank), explain_out_of_memory(start.config, heartbeat):
+            trainer = Trainer(start, graceful_stop, evaluation, world, heartbeat)
             stop_reason = trainer.train()
             stop_world()
             trainer.writer.finish_uploads(lambda: heartbeat.record(trainer.progress.step, "leaving"))
@@ -86,8 +75,6 @@ class Trainer:
         evaluation: "TasksInTraining | None",
         world: World,
         heartbeat: Heartbeat,
-        check_folder: Callable[[], None],
-        uploads: "Uploads | None" = None,
     ) -> None:
         """Build what trains, with the values of `start`, and open the run folder."""
         warn = print if world.rank == 0 else lambda line: None
@@ -101,16 +88,16 @@ class Trainer:
         heartbeat.record(self.progress.step, "building")  # the next call may compile kernels, in minutes
         warn_of_slow_layers(self.engine, warn)
         self.guard = SpikeGuard(config.train.skip_spike_sigma, config.run.abort_after_skips, self.progress)
-        self.checksums = Checksums(self.engine, config.run.sdc_check_interval)
         self.times = RankTimes(self.engine.module, self.mesh)
         self.profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
         self.validation = build_validation(config, corpora, self.mesh, self.tiling)
-        self.writer = build_writer(self.engine, start, check_folder, self.progress.step, uploads)
+        upload = config.upload_folder if world.rank == 0 else None
+        uploads = Uploads(upload, config.run_folder) if upload else None
+        self.writer = build_writer(self.engine, start, self.progress.step, uploads)
         self.document_flops, self.flops = document_flops(config.model), 0.0  # flops: since the last row of metrics
         self.stop = StopOfRanks(graceful_stop, world.size, lambda: self.writer.seconds_to_stop)
         self.metrics = open_folder(start, self.progress, world, heartbeat, self.tiling)
         self.progress = replace(self.progress, wandb_run_id=self.metrics.wandb_run_id)
-        self.writer.poll()
         self.stop_reason = graceful_stop.start_training(self.stop.reason)  # a barrier, too: the run folder exists
 
     def train(self) -> str:
@@ -157,7 +144,7 @@ class Trainer:
         if (validation := self.validation) and due(config.validation.interval):
             row = self.measured(lambda beat: validation.measure(self.engine, beat, self.metrics.log))
             self.metrics.validation({"step": step, **row})
-            self.progress = self.progress.after_validation(row["loss"])
+            self.progress = replace(self.progress, validation_loss=row["loss"])
         if (evaluation := self.evaluation) and due(config.evaluation.interval):
             for row in self.measured(lambda beat: evaluation.measure(self.engine, beat)):
                 self.metrics.evaluation({"step": step, **row})
@@ -173,14 +160,11 @@ class Trainer:
         flops = sum(map(self.document_flops, lengths))
         is_logged = step % config.run.log_interval == 0 or step in (1, config.train.steps)
         outcome = train_step(
-            self.engine, micro_batches, self.tiling, lr, self.guard.reason_to_skip, self.checksums.before_update,
-            self.stop, flops, self.times.take() if is_logged else (),
+            self.engine, micro_batches, self.tiling, lr, self.guard.reason_to_skip, self.stop, flops,
+            self.times.take() if is_logged else (),
         )  # fmt: skip
         self.flops += outcome.flops
         self.stop_reason = outcome.stop_reason
-        if outcome.reason_to_skip:
-            self.checksums.check()  # a flipped bit may be the cause
-        self.checksums.after_update(step)
         if outcome.reason_to_skip:
             self.metrics.skipped(step, outcome.reason_to_skip)
         self.guard.record(outcome.loss, outcome.grad_norm, outcome.reason_to_skip, step)
@@ -196,8 +180,7 @@ class Trainer:
     @property
     def is_over(self) -> bool:
         """Whether no step follows."""
-        done = self.progress.step >= self.config.last_step or self.config.stops_early(self.progress)
-        return done or bool(self.stop_reason)
+        return self.progress.step >= self.config.last_step or bool(self.stop_reason)
 
     def is_due(self, interval: int | None) -> bool:
         """Whether a measurement is due: at multiples of `interval` and after the last step."""
@@ -219,5 +202,4 @@ class Trainer:
         if self.progress.step:
             self.heartbeat.record(self.progress.step, "saving")
             with self.metrics.paused():
-                self.checksums.check()  # a damaged state must not become the checkpoint to resume from
                 self.writer.save(self.progress)

@@ -1,7 +1,6 @@
 """Model folders: what is written is read back, and anything else is refused by name."""
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -59,15 +58,6 @@ def test_a_folder_left_by_an_interrupted_save_is_not_a_checkpoint(tmp_path: Path
     run = run_folder(tmp_path)
     (run / "checkpoints" / ".step_00000020.tmp").mkdir()
     assert find_checkpoint(run).name == "step_00000015"
-
-
-def test_a_loss_that_is_not_a_number_is_never_the_lowest():
-    progress, since = Progress(0, 0), []
-    for loss in (math.nan, 3.0, math.nan, 3.0, 2.0):
-        progress = progress.after_validation(loss)
-        since.append(progress.validations_since_lowest)
-    assert since == [1, 0, 1, 2, 0]
-    assert (progress.validation_loss, progress.lowest_validation_loss) == (2.0, 2.0)
 
 
 def test_the_shards_are_what_hugging_face_reads(tmp_path: Path):

@@ -1,8 +1,11 @@
 """One launch per run folder; which checkpoints stay in it, and whether there is room for the next."""
 
+import errno
+import fcntl
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stage_records import progress
@@ -80,3 +83,16 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path):
     with pytest.raises(ConfigError, match=line), run_lock(run_folder, 0):
         pass
     assert (tmp_path / "notes").read_text() == "kept"
+
+
+def test_a_file_system_without_locks_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", fail)
+    with run_lock(tmp_path / "mine", 0):
+        pass
+    line = f"warning: {tmp_path}/.mine.lock: No locks available: nothing prevents a second launch in {tmp_path}/mine\n"
+    assert capsys.readouterr().out == line

@@ -16,7 +16,6 @@ processes; ranks of torchrun exit with 76, and the same command goes on.
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -29,7 +28,6 @@ from tost_lm.pretrain.loggers import logger_of
 from tost_lm.pretrain.settings import PretrainConfig, longer_batches
 
 if TYPE_CHECKING:
-    from tost_lm.checkpointing.uploads import Uploads
     from tost_lm.parallel.graceful_stop import GracefulStop
     from tost_lm.pretrain.stage_run import StageRun
 
@@ -53,31 +51,28 @@ def main(path: Path, config: PretrainConfig) -> None:
 
     graceful_stop = GracefulStop(config.run.max_minutes)
     graceful_stop.install_handlers()
-    from tost_lm.checkpointing.uploads import open_uploads
     from tost_lm.pretrain.folder import NEXT_STAGE
 
-    upload, is_first = config.upload_folder, os.environ.get("RANK", "0") == "0"
+    is_first = os.environ.get("RANK", "0") == "0"
     for warning in longer_batches(path, config) if is_first else ():
         print(f"warning: {warning}", flush=True)
-    with open_uploads(upload, config.run_folder) if upload and is_first else nullcontext() as uploads:
-        reason = _train(config, graceful_stop, uploads, print if is_first else lambda line: None)
+    reason = _train(config, graceful_stop, print if is_first else lambda line: None)
     if reason == NEXT_STAGE:
         end_for_next_stage("train")
     if reason:
         sys.exit(EXIT_STOPPED)
 
 
-def _train(
-    config: PretrainConfig, graceful_stop: "GracefulStop", uploads: "Uploads | None", log: Callable[[str], None]
-) -> str:
+def _train(config: PretrainConfig, graceful_stop: "GracefulStop", log: Callable[[str], None]) -> str:
     """Train the stage that the run is in. Returns why it ended, as `tost_lm.pretrain.train.train`."""
-    from tost_lm.checkpointing.uploads import fetch_newest
+    from tost_lm.checkpointing.run_lock import run_lock
+    from tost_lm.checkpointing.uploads import Uploads, fetch_newest
     from tost_lm.pretrain.checks import check_stages
     from tost_lm.pretrain.start import find_start, require_same_run  # imports torch, which takes seconds
 
     if upload := config.upload_folder:
         require_same_run(upload, config.run_folder)
-        fetch_newest(upload, config.run_folder, config.train.rewind, log)
+        fetch_newest(upload, config.run_folder, log)
     start = find_start(config, log)
     if _is_done(start):  # no engine will read and hash the shards
         start = find_start(config, log, hash_shards=True)
@@ -86,11 +81,12 @@ def _train(
     if start.resume_from and _is_done(start):
         progress = Progress.read(start.resume_from)
         progress.require_finite_validation(stage.train.steps, stage.run_folder)
-        early = ": validation.stop_after has ended the run" if stage.stops_early(progress) else ""
-        if uploads:
-            uploads.start(start.resume_from, stage.checkpoint)  # those of a launch that was killed meanwhile
-            uploads.finish()
-        log(f"reusing {start.resume_from}: nothing is left to train up to step {stage.last_step}{early}")
+        if upload and os.environ.get("RANK", "0") == "0":
+            with run_lock(stage.run_folder, rank=0):
+                uploads = Uploads(upload, stage.run_folder)
+                uploads.start(start.resume_from, stage.checkpoint)  # those of a launch that was killed meanwhile
+                uploads.finish()
+        log(f"reusing {start.resume_from}: nothing is left to train up to step {stage.last_step}")
         return ""
     if start.weights_from:
         start = start.with_config(stage.with_context_of(read_model_config(start.weights_from)))
@@ -98,15 +94,11 @@ def _train(
     evaluation = check_stages([start.stage, *later])
     from tost_lm.pretrain.train import train
 
-    return train(start, graceful_stop, evaluation, uploads)
+    return train(start, graceful_stop, evaluation)
 
 
 def _is_done(start: "StageRun") -> bool:
-    if start.resume_from is None:
-        return False
-    progress, config = Progress.read(start.resume_from), start.config
-    begins = len(progress.stages) < len(start.records)
-    return progress.step >= config.last_step or (not begins and config.stops_early(progress))
+    return start.resume_from is not None and Progress.read(start.resume_from).step >= start.config.last_step
 
 
 def run() -> NoReturn:
