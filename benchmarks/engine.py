@@ -52,8 +52,7 @@ def mesh_of_one(device: torch.device) -> Mesh:
 
 def state_bytes_of(engine: Engine) -> int:
     """Bytes of weights, masters and moments of this rank."""
-    kept = [x for of_one in engine.optimizer.state.values() for x in of_one.values()]
-    tensors = [*engine.module.parameters(), *engine.updated(), *filter(torch.is_tensor, kept)]
+    tensors = [*engine.module.parameters(), *(x for _, x in engine.own_state())]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
 

@@ -8,7 +8,7 @@ Steps: forward, backward, clipping and AdamW of one sequence. Kinds take turns: 
 published formulas, under autograd and under `torch.compile`, their default; and the plain loop without any operator,
 which bounds the possible speed-up. Then ours and both plain loops around our model take turns in up to 100 more rounds,
 which show what DeepSpeed and the operator cost. Engine: a run of `tost train` on one rank with everything on (log,
-heartbeat, spike guard, async saves): the time beside the steps, and how long a save stops training. With the
+heartbeat, checksums, spike guard, async saves): the time beside the steps, and how long a save stops training. With the
 defaults it takes about an hour on 2 CPU cores. Output: two tables, and all values in results/benchmarks/.
 """
 
@@ -42,6 +42,7 @@ from tost_lm.model import ModelConfig
 from tost_lm.model.lm import TostLM
 from tost_lm.model.transforms import compile_blocks
 from tost_lm.optim.settings import OptimConfig
+from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.graceful_stop import GracefulStop
 from tost_lm.pretrain import train
 from tost_lm.pretrain.settings import PretrainConfig
@@ -151,10 +152,13 @@ def engine_text(engine: Mapping[str, Any]) -> str:
     beside, alone = engine["steps_while_writing"], engine["step_seconds"]  # one may be empty: short steps, or few
     step = median(alone or beside)
     meanwhile = f"; the steps meanwhile take {median(beside) / step - 1:+.0%}" if alone and beside else ""
-    saves, loop = engine["save_seconds"], median(engine["other_seconds"])
+    parts = {"checksums": engine["checksum_seconds"], "hooks and reading": engine["other_seconds"]}
+    overhead = sum(median(seconds) for seconds in parts.values()) / step
+    saves = engine["save_seconds"]
     return (
-        f"Beside a step of {step:.2f} s, the loop takes {loop / step:.2%} of it. "
-        f"An async save of {engine['checkpoint_bytes'] / 1e9:.2f} GB stops training for "
+        f"Of a step of {step:.2f} s, the engine adds {overhead:.1%}: "
+        + ", ".join(f"{name} {median(seconds) / step:.2%}" for name, seconds in parts.items())
+        + f". An async save of {engine['checkpoint_bytes'] / 1e9:.2f} GB stops training for "
         f"{median(saves):.2f} s, {median(saves) / step:.2f} steps, and is on disk {engine['write_seconds'][-1]:.1f} s "
         f"after its start{meanwhile}."
     )
@@ -251,13 +255,17 @@ class _Clock:
     """Times the phases of the loop by wrapping the functions that it calls."""
 
     def __init__(self) -> None:
-        self._intervals: dict[str, list[tuple[float, float]]] = {phase: [] for phase in ("step", "save")}
+        self._intervals: dict[str, list[tuple[float, float]]] = {
+            phase: [] for phase in ("step", "before", "after", "save")
+        }
         self._written: list[float] = []
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         phases = [
             (train, "train_step", "step"),
+            (Checksums, "before_update", "before"),
+            (Checksums, "after_update", "after"),
             (train.Trainer, "save", "save"),
         ]
         originals = [getattr(owner, name) for owner, name, _ in phases]
@@ -287,13 +295,14 @@ class _Clock:
         saved = {step: number for number, step in enumerate(range(SAVE_EVERY - 1, len(starts), SAVE_EVERY))}
         write_starts = [self._intervals["save"][number][0] for number in saved.values()]
         write_ends = [start + self._written[-1] for start in write_starts]
-        figures: dict[str, list[float]] = {"step_seconds": [], "other_seconds": []}
+        figures: dict[str, list[float]] = {"step_seconds": [], "checksum_seconds": [], "other_seconds": []}
         while_writing = []
         for step in range(3, len(starts) - 1):
-            own = took["step"][step]
-            rest = starts[step + 1] - starts[step] - own
+            own = took["step"][step] - took["before"][step]
+            rest = starts[step + 1] - starts[step] - own - took["before"][step] - took["after"][step]
             writing = any(begin < starts[step] < end for begin, end in zip(write_starts, write_ends, strict=True))
             (while_writing if writing else figures["step_seconds"]).append(own)
+            figures["checksum_seconds"].append(took["before"][step] + took["after"][step])
             figures["other_seconds"].append(rest - took["save"][saved[step]] if step in saved else rest)
         saves = [took["save"][number] for number in saved.values()]
         return {**figures, "steps_while_writing": while_writing, "save_seconds": saves, "write_seconds": self._written}

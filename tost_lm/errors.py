@@ -75,3 +75,7 @@ class TrainingError(TostError):
 
 class LostRankError(TostError):
     """Another rank ended the run. One line, equal on all remaining ranks, names it, and one of them prints it."""
+
+
+class CorruptionError(TostError):
+    """Silent data corruption: the memory of a rank has changed."""

@@ -1,12 +1,15 @@
-"""All ranks skip a step that is not finite; weights that are not finite end the run."""
+"""All ranks skip a step that is not finite; a bit that flips in memory ends the run."""
 
 import math
+import os
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from launches import launch, no_fault
 from test_stopped_runs import curve, saved_steps
 
@@ -49,6 +52,11 @@ def infinite_gradient(engine: Any) -> None:
     handle = engine.module.norm.register_full_backward_hook(spoil)
 
 
+def flipped_bit(kind: str, bit: int, engine: Any) -> None:
+    x = next(tensor for what, tensor in engine.own_state() if what.startswith(kind))
+    x.view(torch.int32).view(-1)[7] ^= 1 << bit if bit < 31 else -(1 << 31)
+
+
 def inject_at(at_rank: int, number: int, fault: Callable[[Any], None], rank: int) -> None:
     if rank == at_rank:
         before_step(number, fault)
@@ -89,6 +97,33 @@ def test_a_run_that_skips_everything_ends(workplace: Path):
         assert "3 steps in a row were skipped (run.abort_after_skips)" in running.errors()[0]
 
 
+@pytest.mark.slow
+def test_a_flipped_bit_ends_the_run_and_a_restart_works(workplace: Path, times: Times, record_fault: RecordFault):
+    kinds = ("embedding.weight", "exp_avg of", "exp_avg_sq of")
+    for count in range(times(5)):
+        stage, lost, bit = (3, 0, 1, 2, 1)[count % 5], count % 2, (7 * count + 3) % 32
+        fault = partial(flipped_bit, "" if stage == 0 else kinds[count % 3], bit)
+        words = (
+            f"run.name=bits{count}", f"parallel.zero_stage={stage}", "run.sdc_check_interval=2", "train.steps=30",
+        )  # fmt: skip
+        with launch(workplace, 2, *words, inject=partial(inject_at, lost, 15, fault)) as running:
+            codes = running.wait()
+            assert codes == [2, 2], running.output()
+            line = next(line for line in running.errors() if "silent data corruption" in line)
+            who = "one of ranks 0-1" if stage == 0 else f"rank {lost}"
+            assert re.search(rf"silent data corruption on {who} \({os.uname().nodename}\)", line), line
+        assert saved_steps(workplace / f"runs/bits{count}") == [10]
+        rows = read_rows(workplace / f"runs/bits{count}/metrics.jsonl")
+        assert rows[-1]["step"] <= 15 + (1 if stage == 0 else -1)
+        with launch(workplace, 2, *words) as running:
+            assert running.wait() == [0, 0], running.output()
+    record_fault(
+        "a bit flipped in weights or optimizer",
+        times(5),
+        "detected before the next update (stage 0: in N steps)",
+    )
+
+
 def nan_weights_from_validation_on(rank: int) -> None:
     """The weights become NaN right before the validation after the last step."""
     measure = Validation.measure
@@ -124,7 +159,7 @@ def test_an_evaluation_of_nan_weights_ends_the_run_without_a_result(workplace: P
 
 
 def test_a_run_whose_last_validation_loss_is_nan_is_an_error(workplace: Path, record_fault: RecordFault):
-    words = ("train.steps=3", "validation.interval=3", "validation.sequences=4")
+    words = ("train.steps=3", "validation.interval=3", "validation.sequences=4", "run.sdc_check_interval=0")
     for inject in (nan_weights_from_validation_on, no_fault):  # the second launch has no step left to train
         with launch(workplace, 2, *words, inject=inject) as running:
             assert running.wait() == [2, 2], running.output()

@@ -30,6 +30,7 @@ from tost_lm.mixers.registry import SPECS
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.model.streaming import prefill
 from tost_lm.model.transforms import compile_blocks
+from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.graceful_stop import GracefulStop, StopOfRanks, StopRequestedError
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.rank_times import RankTimes
@@ -138,15 +139,17 @@ def waits_of_a_step(engine: Any, tiling: Tiling, batch: Callable[[int], Batch]) 
     """The waits of a step, after two steps with other batches; and its messages of a few numbers."""
     columns = np.concatenate([np.arange(*tile.columns) for tile in tiling.tiles])
     stop = StopOfRanks(GracefulStop(), dist.get_world_size(), lambda: 0.0)
-    times = RankTimes(engine.module, engine.mesh)
+    times, checksums = RankTimes(engine.module, engine.mesh), Checksums(engine, 100)
 
     def step(number: int) -> None:
         tokens, labels, ends = batch(number)
         here = Batch(tokens[..., columns], labels[..., columns], ends)
         times.begin_step(0.0)
         train_step(
-            engine, micro_batches(here, engine.mesh.device), tiling, 1e-3, stop=stop, numbers=times.take(),
+            engine, micro_batches(here, engine.mesh.device), tiling, 1e-3, before_update=checksums.before_update,
+            stop=stop, numbers=times.take(),
         )  # fmt: skip
+        checksums.after_update(number)
 
     for number in range(2):
         step(number)
@@ -217,9 +220,11 @@ def test_a_step_of_two_micro_batches_waits_only_for_the_loss_and_the_gradient_no
     # What the ranks compared after the first micro-batch is read when the second one is queued.
     between = {"mesh.py:<lambda>": 1} if parallel.sequence > 1 else {}
     messages = 4 if parallel.sequence > 1 else 0  # labels, that comparison, losses with the votes, norm
+    # Copies are compared every hundredth step, other memory before each update.
+    of_memory = {"checksums.py:check": 1} if parallel.zero_stage else {}
     for of_rank in run_on_ranks(waits_of_steps, parallel.sequence, parallel, bfloat16, compiled):
         for waits, small in of_rank:
-            assert waits == {"step.py:results": 1, **OF_UPDATE, **between}
+            assert waits == {"step.py:results": 1, **OF_UPDATE, **between, **of_memory}
             assert small == messages
 
 

@@ -51,7 +51,7 @@ def updates_in_place(cases: list[tuple[ParallelConfig, bool]]) -> list[bool]:
     found = []
     for layout, bfloat16 in cases:
         engine = build_engine(layout, "adamw", bfloat16=bfloat16)
-        updated = {tensor.data_ptr() for tensor in engine.updated()}
+        updated = {tensor.data_ptr() for _, tensor in engine.own_state()}
         found.append(all(parameter.data_ptr() in updated for parameter in engine.module.parameters()))
     return found
 

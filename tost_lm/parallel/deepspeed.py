@@ -42,6 +42,10 @@ class DeepSpeedEngine(Engine):
         if self._stage < 3:
             engine.optimizer._lazy_init_hp_params_optimizer_state()
 
+    @property
+    def replicated_part(self) -> int | None:
+        return None
+
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
         return self._engine(*arguments, **options)
 
@@ -67,16 +71,18 @@ class DeepSpeedEngine(Engine):
     def whole(self, name: str, statistic: str = "") -> Tensor | None:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        parameter, partition = self.parameters[name], self.updated()[0]
+        parameter, (_, partition) = self.parameters[name], self.updated()[0]
         if not statistic:
             return safe_get_full_fp32_param(parameter)
         has_updated = self.optimizer.state[partition]["step"]
         return safe_get_full_optimizer_state(parameter, statistic) if has_updated else None
 
-    def updated(self) -> Sequence[Tensor]:
+    def updated(self) -> Sequence[tuple[str, Tensor]]:
         if self._stage == 3:  # passes them to torch's optimizer one at a time
-            return self._engine.optimizer.fp32_partitioned_groups_flat
-        return [partition for group in self.optimizer.param_groups for partition in group["params"]]
+            partitions = self._engine.optimizer.fp32_partitioned_groups_flat
+        else:
+            partitions = [partition for group in self.optimizer.param_groups for partition in group["params"]]
+        return [(f"weights {index}", partition) for index, partition in enumerate(partitions)]
 
     @torch.no_grad()
     def set_state(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -45,6 +45,12 @@ class Engine(ABC):
     optimizer: torch.optim.Optimizer
     """torch's; what it updates and keeps may be partitions."""
 
+    @property
+    @abstractmethod
+    def replicated_part(self) -> int | None:
+        """The number of this rank's part of weights and optimizer state, of which other ranks have equal copies; None:
+        there is no copy."""
+
     @abstractmethod
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
         """Call the model, whose weights are gathered."""
@@ -107,12 +113,21 @@ class Engine(ABC):
                     yield name, key, _on_host(whole, into[f"{key}/{name}"] if into else None)
 
     @abstractmethod
-    def updated(self) -> Sequence[Tensor]:
-        """What the optimizer updates on this rank: float32 weights or partitions."""
+    def updated(self) -> Sequence[tuple[str, Tensor]]:
+        """(name, tensor) that the optimizer updates on this rank: float32 weights or partitions."""
+
+    def own_state(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of this rank's optimizer memory, not copied: what it updates and, after a step or
+        `create_state`, their statistics."""
+        for name, tensor in self.updated():
+            yield name, tensor.detach()
+            for key, value in self.optimizer.state.get(tensor, {}).items():
+                if torch.is_tensor(value) and value.dim() > 0:
+                    yield f"{key} of {name}", value
 
     def create_state(self, step: int) -> None:
         """The optimizer state of a new engine after `step` updates, with statistics of zeros."""
-        for tensor in self.updated():
+        for _, tensor in self.updated():
             # torch creates the state in its first step.
             state = self.optimizer.state[tensor]
             state["step"] = torch.tensor(float(step), device=tensor.device)

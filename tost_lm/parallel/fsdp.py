@@ -96,8 +96,8 @@ class TorchEngine(Engine):
         ours = self.optimizer.state.get(parameter, {}).get(statistic) if statistic else parameter.detach()
         return None if ours is None else self.gathered(parameter, ours)
 
-    def updated(self) -> Sequence[Tensor]:
-        return [*self.parameters.values()]
+    def updated(self) -> Sequence[tuple[str, Tensor]]:
+        return [*self.parameters.items()]
 
     @torch.no_grad()
     def set_state(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -126,6 +126,10 @@ class PlainEngine(TorchEngine):
             weight = parameter.detach()
             replace_parameter(model, name, nn.Parameter(weight.bfloat16() if settings.bfloat16 else weight))
         self._weights = list(zip(self.parameters.values(), model.parameters(), strict=True))
+
+    @property
+    def replicated_part(self) -> int | None:
+        return 0 if self.mesh.replicas.size > 1 else None
 
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
         return self.module(*arguments, **options)
@@ -203,6 +207,10 @@ class ShardedEngine(TorchEngine):
         """The DTensor that has the memory of a parameter, and receives its gradient."""
         for parameter, shard in self._shard_of.items():
             parameter.data = shard.detach().to_local()
+
+    @property
+    def replicated_part(self) -> int | None:
+        return self.mesh.shards.rank if self.mesh.copies.size > 1 else None
 
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
         return self._root(_Call(arguments, options))

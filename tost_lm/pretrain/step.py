@@ -44,6 +44,7 @@ def train_step(
     tiling: Tiling,
     lr: float,
     reason_to_skip: Callable[[float, float], str] = lambda loss, grad_norm: "",
+    before_update: Callable[[], None] = lambda: None,
     stop: StopOfRanks | None = None,
     flops: float = 0.0,
     numbers: Sequence[float] = (),
@@ -52,6 +53,7 @@ def train_step(
 
     Args:
         reason_to_skip: why not to apply the step, given loss and gradient norm; equal on all ranks. Empty: apply it.
+        before_update: called between the last backward and the update.
         stop: compares the ranks between micro-batches and at the end. The host reads what it found between two of them
             when the next one is in the GPU's queue, and then may abandon the step without an update.
         flops: of the rows of these micro-batches, for `Outcome.flops`.
@@ -77,6 +79,7 @@ def train_step(
     of_rank = [means, labels_here.to(means.dtype)[None], to_device(others, means.device)]
     # Tensor ranks have the same loss, but all must decide alike, even if one of them computed a wrong one.
     totals = all_reduce(all_reduce(torch.cat(of_rank), mesh.replicas), mesh.tensor)
+    before_update()
 
     @cache
     def results() -> list[float]:

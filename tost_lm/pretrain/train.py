@@ -14,6 +14,7 @@ from tost_lm.checkpointing.uploads import Uploads
 from tost_lm.data.prefetch import MicroBatch, prefetched
 from tost_lm.model.flops import document_flops
 from tost_lm.optim.settings import learning_rate
+from tost_lm.parallel.checksums import Checksums
 from tost_lm.parallel.graceful_stop import GracefulStop, StopOfRanks, StopRequestedError
 from tost_lm.parallel.mesh import World, build_mesh, start_world, stop_world
 from tost_lm.parallel.watchdog import Heartbeat, watch_ranks
@@ -88,6 +89,7 @@ class Trainer:
         heartbeat.record(self.progress.step, "building")  # the next call may compile kernels, in minutes
         warn_of_slow_layers(self.engine, warn)
         self.guard = SpikeGuard(config.train.skip_spike_sigma, config.run.abort_after_skips, self.progress)
+        self.checksums = Checksums(self.engine, config.run.sdc_check_interval)
         self.times = RankTimes(self.engine.module, self.mesh)
         self.profiler = Profiler(config.run.profile_steps, config.run_folder / "profile", world.rank, world.device)
         self.validation = build_validation(config, corpora, self.mesh, self.tiling)
@@ -160,11 +162,14 @@ class Trainer:
         flops = sum(map(self.document_flops, lengths))
         is_logged = step % config.run.log_interval == 0 or step in (1, config.train.steps)
         outcome = train_step(
-            self.engine, micro_batches, self.tiling, lr, self.guard.reason_to_skip, self.stop, flops,
-            self.times.take() if is_logged else (),
+            self.engine, micro_batches, self.tiling, lr, self.guard.reason_to_skip, self.checksums.before_update,
+            self.stop, flops, self.times.take() if is_logged else (),
         )  # fmt: skip
         self.flops += outcome.flops
         self.stop_reason = outcome.stop_reason
+        if outcome.reason_to_skip:
+            self.checksums.check()  # a flipped bit may be the cause
+        self.checksums.after_update(step)
         if outcome.reason_to_skip:
             self.metrics.skipped(step, outcome.reason_to_skip)
         self.guard.record(outcome.loss, outcome.grad_norm, outcome.reason_to_skip, step)
@@ -202,4 +207,5 @@ class Trainer:
         if self.progress.step:
             self.heartbeat.record(self.progress.step, "saving")
             with self.metrics.paused():
+                self.checksums.check()  # a damaged state must not become the checkpoint to resume from
                 self.writer.save(self.progress)
