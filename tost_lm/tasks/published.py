@@ -48,7 +48,10 @@ PUBLISHED = [
     Published("wikitext2@hf-stride512", "GPT-2 774M", "token_perplexity", 16.44, HUGGING_FACE),
     Published("wikitext2@lm-eval", "GPT-2 124M", "word_perplexity", 37.37, MEASURED_GPT2),
     Published("wikitext2@lm-eval", "GPT-2 117M", "word_perplexity", 29.41, GPT2_PAPER, differs=OWN_DETOKENIZERS),
-    Published("wikitext103@lm-eval", "GPT-2 117M", "word_perplexity", 37.50, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published(
+        "wikitext2@lm-eval", "GPT-2 117M, as WikiText-103", "word_perplexity", 37.50, GPT2_PAPER,
+        differs=OWN_DETOKENIZERS,
+    ),
     Published("lambada_openai@lm-eval", "GPT-2 124M", "accuracy", 0.3256, MEASURED_GPT2),
     Published("lambada_openai@lm-eval", "GPT-2 124M", "word_perplexity", 40.06, MEASURED_GPT2),
     Published("lambada_openai@lm-eval", "GPT-2 117M", "word_perplexity", 35.13, GPT2_PAPER, differs=OWN_SCRIPT),

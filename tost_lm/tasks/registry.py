@@ -33,7 +33,6 @@ FAMILIES: dict[str, Family] = {
 ZERO_SHOT = (
     "wikitext2@hf-stride1024",
     "wikitext2@lm-eval",
-    "wikitext103@lm-eval",
     "ptb@megatron",
     "lambada_openai@lm-eval",
     "lambada_openai@last-token",
