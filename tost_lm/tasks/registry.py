@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from tost_lm.errors import ConfigError, did_you_mean
 from tost_lm.tasks import (
+    association,
     heldout,
     loss_by_position,
     missing_word,
     needle,
     perplexity,
-    ruler,
+    records,
     text,
 )
 from tost_lm.tasks.task import Family, Task
@@ -21,7 +22,8 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         needle.FAMILY,
-        ruler.FAMILY,
+        association.FAMILY,
+        records.FAMILY,
         heldout.FAMILY,
         perplexity.FAMILY,
         missing_word.FAMILY,
