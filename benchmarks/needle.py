@@ -75,8 +75,8 @@ def run(config: NeedleBenchmarkConfig, device: str) -> tuple[list[dict[str, Any]
         print("; ".join(f"{key} {value}" for key, value in table_row(cells[-1]).items()), flush=True)
     text = (
         f"{measure.markdown_table([table_row(cell) for cell in cells])}\n\nThe model of the recipe {bench.model}, "
-        f"{bench.texts} texts of each length, five questions and five controls of each, all scores equal. Medians of "
-        f"{bench.rounds} rounds in turns; the ratio is the median over rounds."
+        f"{bench.texts} texts of each length, five questions and five controls of each, all scores equal. Rounds in "
+        f"turns: {bench.rounds}; times and the ratio are medians over them."
     )
     return cells, text
 
