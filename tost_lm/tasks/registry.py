@@ -14,6 +14,7 @@ from tost_lm.tasks import (
     needle,
     perplexity,
     records,
+    ruler,
     text,
 )
 from tost_lm.tasks.task import Family, Task
@@ -24,6 +25,7 @@ FAMILIES: dict[str, Family] = {
         needle.FAMILY,
         association.FAMILY,
         records.FAMILY,
+        ruler.FAMILY,
         heldout.FAMILY,
         perplexity.FAMILY,
         missing_word.FAMILY,

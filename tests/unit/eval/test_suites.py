@@ -89,7 +89,8 @@ def test_weights_that_are_not_finite_fail_every_task(run_folder: Path, tokenizer
     (tmp_path / "book").write_text("Some words of a text. They say little! " * 1000)
     grid = {"depths": [0.5], "lengths": [600], "samples": 1}
     book = grid | {"haystack": str(tmp_path / "book")}
-    names = [task.name.replace("1024", "8") for family in FAMILIES.values() for task in family.tasks]
+    families = [family for name, family in FAMILIES.items() if name != "ruler"]  # whose texts the harness makes
+    names = [task.name.replace("1024", "8") for family in families for task in family.tasks]
     names = [name for name in names if not name.startswith("owt@")]
     with pytest.raises(TostError) as error:
         evaluate(
