@@ -165,10 +165,12 @@ def by_length(groups: Sequence[Group]) -> str:
 def _mean_and_control(scores: Sequence[Row]) -> str:
     if not scores:
         return "–"
-    own, controls, texts = (np.array([row[key] for row in scores]) for key in ("score", "control", "samples"))
+    own, texts = (np.array([row[key] for row in scores]) for key in ("score", "samples"))
+    controls = [row["control"] for row in scores if "control" in row]  # RULER has none
+    control = f"; control {np.mean(controls):.1%}" if controls else ""
     seeds = f", seeds {own.min():.1%} to {own.max():.1%}" if len(scores) > 1 else ""
     low, high = wilson(own.mean(), texts.sum())
-    return f"{own.mean():.1%} (texts {low:.1%} to {high:.1%}{seeds}; control {controls.mean():.1%})"
+    return f"{own.mean():.1%} (texts {low:.1%} to {high:.1%}{seeds}{control})"
 
 
 def group_members(groups: Sequence[Group]) -> str:

@@ -99,7 +99,7 @@ class GridTask(Task):
         return results
 
     def totals_of(self, results: Row) -> Row:
-        keys = self.headline, f"control_{self.headline}"
+        keys = [key for key in (self.headline, f"control_{self.headline}") if key in results["cells"][0]]
         by_length = {f"{self.headline}_at_{n}": row["score"] for n, row in self.by_length(results).items()}
         effective = {f"effective_length_{key}": n for key, n in results.get("effective_length", {}).items()}
         return over_lengths(results["cells"], keys) | by_length | effective

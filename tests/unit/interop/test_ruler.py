@@ -11,6 +11,7 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import TostError
 from tost_lm.inference.evaluated import read_result_file
 from tost_lm.interop.hf import fast_tokenizer
+from tost_lm.tasks.registry import find_task
 
 LENGTH, SAMPLES = 700, 2
 
@@ -38,6 +39,8 @@ def test_prompts_and_scores_are_those_of_the_harness(make_export: Callable[..., 
     )  # fmt: skip
     cell = read_result_file(folder / f"eval/niah_single_1@lm-eval/lengths/{LENGTH:08d}.json")
     assert cell is not None
+    totals = find_task("niah_single_1@lm-eval")[1].totals_of({"cells": [cell]})
+    assert totals == {"samples": SAMPLES, "found_share_at_700": 0, "found_share": 0, "found_share_standard_error": 0}
     assert cell["found_share"] == found["results"]["niah_single_1"][f"{LENGTH},none"]
     for row, sample in zip(cell["examples"], found["samples"]["niah_single_1"], strict=True):
         prompt = sample["arguments"][0][0]
