@@ -158,8 +158,8 @@ ZERO_SHOT = [
 ]  # fmt: skip
 EVALUATIONS = [
     ["tost eval", *ZERO_SHOT, "heldout", *SETS],
-    ["tost eval", "needle", "ruler", *(f"{name}.{setting}" for name in ("needle", "ruler") for setting in (
-        "lengths=[4096]", "samples=2", "haystack=haystack.txt")), "needle.depths=[0.5]"],
+    ["tost eval", "needle", "records", *(f"{name}.{setting}" for name in ("needle", "records") for setting in (
+        "lengths=[4096]", "samples=2", "depths=[0.2, 0.9]")), "needle.haystack=haystack.txt"],
     ["tost eval", "positions", "text", "positions.times=2", "positions.sequences=2", "text.file=sets/wikitext2.txt"],
     ["tost generate", "sample.tokens=20", "sample.temperature=0.8"],
 ]  # fmt: skip

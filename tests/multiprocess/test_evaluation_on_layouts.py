@@ -20,7 +20,7 @@ from tost_lm.parallel.apply import ShardedInference, parallelize
 from tost_lm.parallel.mesh import Mesh, build_mesh, start_world
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.tasks.answers import Scores, model_scorer
-from tost_lm.tasks.queries import Query
+from tost_lm.tasks.queries import AskedText, Question
 from tost_lm.testing import assert_close, run_on_ranks
 
 MODELS: list[dict[str, Any]] = [
@@ -88,9 +88,11 @@ def stream(model: LanguageModel) -> tuple[Tensor, LMState | None]:
 
 
 def find_needles(model: LanguageModel) -> Scores:
-    """Options of one to three tokens after two prompts."""
-    prompts = np.random.default_rng(1).integers(VOCAB, size=(2, 9))
-    return model_scorer(model, 60)([Query(ids, "", (), ((3,), (8, 4), (5, 30, 6)), 0) for ids in prompts], 3)
+    """Options of one to three tokens after a question, of two texts."""
+    ids, options = np.random.default_rng(1).integers(VOCAB, size=(2, 9)), ((3,), (8, 4), (5, 30, 6))
+    texts = [AskedText(one[:6], (Question(one[6:], "", (), options),)) for one in ids]
+    (scores,) = model_scorer(model, 60)(texts, 3)
+    return scores
 
 
 def continue_texts(model: LanguageModel) -> list[list[int]]:

@@ -55,18 +55,14 @@ def test_the_report_has_its_figures_and_is_marked_as_a_smoke_run(demo: Path):
 @pytest.mark.quick
 @pytest.mark.usefixtures("demo")
 def test_the_model_that_trained_on_passages_finds_needles():
-    """More than a guess among the four words finds, at the trained length and at four times it. Measured were 85 % and
-    78 % of 40; the bounds leave room for the weights that other processors train to."""
+    """More than a guess among the five words finds, at the trained length and at four times it; the bounds leave room
+    for the weights that other processors train to. A guess among a control's six candidates is right once in six."""
     results = json.loads((CHECKOUT / "runs/recall/eval/needle@keys/results.json").read_text())
-
-    def mean(length: int, score: str) -> float:
-        cells = [cell[score] for cell in results["cells"] if cell["length"] == length]
-        return sum(cells) / len(cells)
-
-    assert mean(256, "choice_accuracy") >= 0.55
-    assert mean(1024, "choice_accuracy") >= 0.45
+    scores = {cell["length"]: cell for cell in results["cells"]}
+    assert scores[256]["choice_accuracy"] >= 0.55
+    assert scores[1024]["choice_accuracy"] >= 0.45
     assert "needle@keys" in (CHECKOUT / "runs/recall/report.html").read_text()
-    assert all(mean(length, "control_choice_accuracy") < 0.2 for length in (256, 1024, 4096))
+    assert all(scores[length]["control_choice_accuracy"] < 0.3 for length in (256, 1024, 4096))
 
 
 @pytest.mark.quick

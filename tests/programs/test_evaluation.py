@@ -15,7 +15,7 @@ from tost_lm.files import read_rows
 from tost_lm.testing import FLOAT32_REORDERED
 
 HELDOUT, NEEDLE, SAMPLE = "eval/heldout@bpb", "eval/needle@keys", "eval/sample"
-NEEDLES = ("needle", "needle.samples=2", "needle.depths=[0.0, 1.0]", "needle.keys=1")
+NEEDLES = ("needle", "needle.samples=2", "needle.depths=[1.0]", "needle.keys=1", "needle.lengths=[64]")
 COMMANDS = [
     ("tost eval", ("heldout",)),
     ("tost eval", NEEDLES),
@@ -56,7 +56,7 @@ def test_results_add_up_and_files_exist(evaluated: Path):
     assert sum(row["bytes"] for row in rows) == valid["bytes"] == heldout["model"]["bytes"]
     assert sum(row["tokens"] for row in rows) == valid["tokens"] - valid["documents"]
     assert sum(row["nats"] for row in rows) == pytest.approx(heldout["model"]["nats"], rel=1e-12)
-    assert len(results(home, NEEDLE)["cells"]) == 2 * len({cell["length"] for cell in results(home, NEEDLE)["cells"]})
+    assert all(len(cell["depths"]) == 1 for cell in results(home, NEEDLE)["cells"])
     assert results(home, SAMPLE)["tokens"] <= 20
     page = (home / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 2
@@ -98,34 +98,28 @@ def test_two_ranks_measure_the_same_as_one_process(copy: Path):
     assert run("tost eval", "runs/tiny", *words, cwd=copy).count("wrote ") == 1
 
 
-def test_needles_resume_from_their_cells_and_copies_of_the_model_share_cells_and_sequences(copy: Path):
+def test_copies_of_the_model_share_texts_and_sequences(copy: Path):
     home = copy / "runs/tiny" / NEEDLE
-    cells = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
     alone = results(home, ".")["cells"]
-    assert len(cells) == len(alone)
-    (home / "results.json").unlink()
-    kept = min(cells)
-    for name in set(cells) - {kept}:
-        (home / "cells" / name).unlink()
+    for file in ("results.json", "lengths/00000064.json"):
+        (home / file).unlink()
     sequences = ["positions.times=1", "positions.sequences=3"]
     assert "reading 3 sequences of 64 tokens\n" in run("tost eval", "runs/tiny", "positions", *sequences, cwd=copy)
     by_position = results(copy / "runs/tiny", "eval/positions")["by_position"]
     (copy / "runs/tiny/eval/positions/results.json").unlink()
     output = run("tost eval", "runs/tiny", "positions", *NEEDLES, *sequences, cwd=copy, ranks=2)
     assert results(copy / "runs/tiny", "eval/positions")["by_position"] == by_position
-    assert f"needle@keys: reusing 1 of {len(cells)} cells" in output
-    assert output.count("| needle@keys | ") == len({cell["length"] for cell in alone})
-    assert "with 4 examples of a length, the 95 % interval of an accuracy is up to 15% to 85%; raise needle.s" in output
-    assert results(home, ".")["cells"] == alone
-    again = {path.name: path.read_bytes() for path in (home / "cells").iterdir()}
+    assert output.count("| needle@keys | ") == len(alone) == 1
+    assert "with 2 texts of a length, the 95 % interval of an accuracy is up to 9% to 91%; raise needle.s" in output
+    (both,), (cell,) = results(home, ".")["cells"], alone
+    same = {**cell.pop("depths")[0], **cell}
+    assert {**both.pop("depths")[0], **both} == pytest.approx(same, rel=FLOAT32_REORDERED, abs=FLOAT32_REORDERED)
     output = run("tost eval", "runs/tiny", *NEEDLES, "needle.threshold=0.000001", cwd=copy)
-    assert f"needle@keys: reusing {len(cells)} of {len(cells)} cells" in output
-    assert results(home, ".")["effective_length"]["high"] == max(cell["length"] for cell in alone)
-    assert again.keys() == cells.keys()
-    assert again[kept] == cells[kept]
+    assert "needle@keys: reusing 1 of 1 lengths" in output
+    assert results(home, ".")["effective_length"]["high"] == 64
 
-    error = refusal("tost eval", "runs/tiny", "niah_single_1@own-words", cwd=copy)
-    assert "64 tokens are too few for niah_single_1@own-words, whose texts without a haystack take" in error
+    error = refusal("tost eval", "runs/tiny", "records@numbers", cwd=copy)
+    assert "64 tokens are too few for records@numbers, whose texts without a haystack take" in error
 
 
 def test_a_prompt_from_a_file_is_gone_on_with(copy: Path):

@@ -1,7 +1,6 @@
 """Evaluations by the code of `tost eval`."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,11 @@ from tost_lm.eval.commands.evaluate import main
 from tost_lm.tasks.grid import GridTask
 from tost_lm.tasks.haystacks import Text
 from tost_lm.tasks.queries import Queries, QuerySource
-from tost_lm.tasks.registry import FAMILIES, find_task
+from tost_lm.tasks.registry import find_task
 from tost_lm.tasks.scored import ScoredTask
 from tost_lm.tasks.settings import EvalConfig
 
-RULER = [task.name for task in FAMILIES["ruler"].tasks]
-RETRIEVAL = ["needle@keys", *RULER]
-STATED = r"(?:The secret \w+ of|In secret they named)"
+RETRIEVAL = ["needle@keys", "association@landmarks", "records@numbers"]
 
 WIKI = " \n = One = \n \n It was 2 @.@ 5 , he said . \n The end of it , and of all . \n = Two = \n \n More words . \n"
 LAMBADA = ["He saw it, and so it was", "They went on and on until the very end of the road, and back"]
@@ -35,11 +32,6 @@ FILES |= {"ptb": PTB, "cbt_cn": CBT}
 def evaluate(path: Path, *tasks: str, **sections: Any) -> None:
     """Measure a run or model by tasks; `sections` are the settings."""
     main(path, validate(EvalConfig, {"tasks": tasks, **sections}, "test"))
-
-
-def secrets(text: str) -> list[tuple[str, str]]:
-    """(key, value) of the needles of `RETRIEVAL` that have both, in the order of the text."""
-    return re.findall(rf"{STATED} (\S+)(?: is)? (\S+)\.\n", text)
 
 
 def make_queries(name: str, tokenizer: Tokenizer, find_text: Callable[[], Text], **settings: Any) -> Queries:

@@ -67,9 +67,9 @@ def _effective_length(
     for length in tested:
         scores, counts = [], []
         for cells in tasks.values():
-            here = [cell for cell in cells if cell["length"] == length]
-            counts.append(sum(cell["samples"] for cell in here))
-            scores.append(sum(cell[accuracy_of(cell)] * cell["samples"] for cell in here) / counts[-1])
+            (cell,) = (cell for cell in cells if cell["length"] == length)
+            counts.append(cell["samples"])
+            scores.append(cell[accuracy_of(cell)])
         mean = sum(scores) / len(scores)
         # Tasks with fewer texts add more to the variance of the mean.
         low, high = wilson(mean, len(counts) ** 2 / sum(1 / count for count in counts))

@@ -83,12 +83,13 @@ class TokenStream(Iterator[Tensor]):
 
 
 @torch.no_grad()
-def prefill(model: StreamingModel, tiles: Iterable[Tensor]) -> LMOutput:
+def prefill(model: StreamingModel, tiles: Iterable[Tensor], state: LMState | None = None) -> LMOutput:
     """Read sequences tile by tile, and compute logits at their last token only.
 
     Args:
         model: in evaluation mode.
         tiles: ids, each [B, n] with n ≥ 1; `in_tiles` makes them for one sequence.
+        state: after the tokens before these, unchanged; None: empty.
 
     Returns:
         The output for the last token: logits [B, 1, V], and the state after it.
@@ -97,7 +98,7 @@ def prefill(model: StreamingModel, tiles: Iterable[Tensor]) -> LMOutput:
         ConfigError: the sequences are longer than the model's positions.
         ValueError: there are no tokens.
     """
-    device, last_B1, state = _device(model), None, None
+    device, last_B1, state = _device(model), None, to_running_dtype(state)
     for ids_BT in overlapping_tiles(tiles):
         last_B1 = ids_BT[:, -1:].to(device)
         if ids_BT.shape[1] > 1:

@@ -156,8 +156,8 @@ def by_length(groups: Sequence[Group]) -> str:
     return "\n\n".join([
         "## Scores by length",
         "The cited score of each task: the mean, its 95 % interval over the texts of all runs (Wilson's), and for "
-        "several runs the lowest and highest of them, which differ in the seed. The control uses a text without the "
-        "answer.",
+        "several runs the lowest and highest of them, which differ in the seed. The control asks for what is not in "
+        "the text.",
         table(("task", "tokens", "chance", *[f"group {group.number}" for group in groups]), rows),
     ])  # fmt: skip
 
@@ -165,10 +165,12 @@ def by_length(groups: Sequence[Group]) -> str:
 def _mean_and_control(scores: Sequence[Row]) -> str:
     if not scores:
         return "–"
-    own, controls, texts = (np.array([row[key] for row in scores]) for key in ("score", "control", "samples"))
+    own, texts = (np.array([row[key] for row in scores]) for key in ("score", "samples"))
+    controls = [row["control"] for row in scores if "control" in row]  # RULER has none
+    control = f"; control {np.mean(controls):.1%}" if controls else ""
     seeds = f", seeds {own.min():.1%} to {own.max():.1%}" if len(scores) > 1 else ""
     low, high = wilson(own.mean(), texts.sum())
-    return f"{own.mean():.1%} (texts {low:.1%} to {high:.1%}{seeds}; control {controls.mean():.1%})"
+    return f"{own.mean():.1%} (texts {low:.1%} to {high:.1%}{seeds}{control})"
 
 
 def group_members(groups: Sequence[Group]) -> str:
@@ -200,7 +202,7 @@ def results(groups: Sequence[Group]) -> str:
         *[f"> {escape(limitation)}" for limitation in limitations(groups)],
         metrics_table(("group", "runs"), firsts, groups),
         "Mean ± standard error over the runs of a group, so over seeds and not over texts, in figures at their common "
-        f"steps. {UNITS}",
+        f"steps; of accuracies the lowest and highest run. {UNITS}",
     ])  # fmt: skip
 
 
@@ -280,7 +282,12 @@ def _cell(metric: Metric, mean: Mean | None, step: int | None, runs: int) -> str
     """The mean; parentheses note another step or fewer runs."""
     if mean is None:
         return "–"
-    text = with_error(mean.value, mean.error, metric.form) if math.isfinite(mean.value) else "NaN"
+    if not math.isfinite(mean.value):
+        text = "NaN"
+    elif metric.form.endswith("%") and mean.count > 1:  # equal scores of few texts would have a standard error of 0
+        text = f"{mean.value:{metric.form}}, seeds {mean.low:{metric.form}} to {mean.high:{metric.form}}"
+    else:
+        text = with_error(mean.value, mean.error, metric.form)
     remarks = [f"step {mean.step:,}"] if mean.step not in (None, step) else []
     remarks += [f"{mean.count} of {runs} runs"] if mean.count < runs else []
     return f"{text} ({', '.join(remarks)})" if remarks else text

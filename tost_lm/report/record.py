@@ -94,6 +94,9 @@ class Mean:
     """A mean over `count` runs; `error` is its standard error, None for a single run."""
 
     value: float
+    low: float
+    """Of the runs, as `high`."""
+    high: float
     error: float | None
     count: int
     step: int | None = None
@@ -105,7 +108,7 @@ class Mean:
         if not values:
             return None
         error = float(_standard_error(np.array(values))) if len(values) > 1 else None
-        return cls(float(np.mean(values)), error, len(values), step)
+        return cls(float(np.mean(values)), min(values), max(values), error, len(values), step)
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:

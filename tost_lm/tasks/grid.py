@@ -1,17 +1,20 @@
-"""The cells of a task. Each is a file of its own, so that an interrupted evaluation resumes:
+"""The lengths of a task. Each is a file of its own, so that an interrupted evaluation resumes:
 
-    eval/TASK/cells/length_00001024_depth_0.50.json    scores and examples; no depth if it is drawn
-    eval/TASK/results.json                             scores of all cells
+    eval/TASK/lengths/00001024.json    scores and examples
+    eval/TASK/results.json             scores of all lengths
 
-A cell is measured again when its checkpoint, text, seed or number of samples has changed. It does not depend on the
-other cells.
+A length is measured again when its checkpoint, text, depths, seed or number of samples has changed. It does not depend
+on the other lengths.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import compress
+from operator import not_
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +27,8 @@ from tost_lm.markdown import format_chance, table, with_error, with_interval
 from tost_lm.page import Chart, Page, draw_heatmap, new_panels
 from tost_lm.tasks.evaluated_model import EvaluatedModel, checkpoint_of
 from tost_lm.tasks.haystacks import Text
-from tost_lm.tasks.queries import GridConfig, Queries, QuerySource
+from tost_lm.tasks.over_texts import totals_of
+from tost_lm.tasks.queries import HaystackConfig, Queries, QuerySource
 from tost_lm.tasks.task import Family, Inputs, Measure, Measurement, Place, Row, Task
 
 if TYPE_CHECKING:
@@ -36,26 +40,11 @@ FEW_EXAMPLES = 25
 
 
 NOT_SCORES = ("protocol", "identity", "seconds", "examples")
-"""Keys of a cell's file that are no scores."""
-
-
-class Cell(NamedTuple):
-    """A place in a task's grid."""
-
-    length: int
-    depth: float | None
-
-    @property
-    def name(self) -> str:
-        """Name of the cell's files."""
-        if self.depth is None:
-            return f"length_{self.length:08d}"
-        depth = f"{self.depth:.2f}" if round(self.depth, 2) == self.depth else f"{self.depth!r}"
-        return f"length_{self.length:08d}_depth_{depth}"
+"""Keys of a length's file that are no scores."""
 
 
 class GridTask(Task):
-    """A task with cells, whose queries have exact lengths and controls."""
+    """A task with lengths: questions about texts."""
 
     def __init__(
         self,
@@ -79,52 +68,54 @@ class GridTask(Task):
         text = queries.text
 
         def prepare(model: "ModelFacts") -> Measure:
-            if (fewest := settings.samples * len(queries.depths)) < FEW_EXAMPLES:
-                low, high = wilson(0.5, fewest)
+            if settings.samples < FEW_EXAMPLES:
+                low, high = wilson(0.5, settings.samples)
                 inputs.notes[
-                    f"warning: with {fewest} examples of a length, the 95 % interval of an accuracy is up to "
+                    f"warning: with {settings.samples} texts of a length, the 95 % interval of an accuracy is up to "
                     f"{low:.0%} to {high:.0%}; raise {settings.section}.samples"
                 ] = None
-            grid = Grid(queries, queries.lengths(settings, model), settings.samples)
-            return partial(self._measure, grid, settings)
+            return partial(self._measure, queries, queries.lengths(model))
 
-        identity = {"settings": queries.identity(settings), **(text.facts if text else {})}
+        identity = {"settings": queries.identity, **(text.facts if text else {})}
         return Measurement(identity, prepare, text and text.shards)
 
     @staticmethod
-    def _measure(grid: "Grid", settings: GridConfig, model: "LanguageModel", ranks: Ranks, place: Place | None) -> Row:
+    def _measure(
+        queries: Queries, lengths: Sequence[int], model: "LanguageModel", ranks: Ranks, place: Place | None
+    ) -> Row:
         from tost_lm.tasks.answers import model_scorer
 
-        scorer = model_scorer(model, grid.queries.tokenizer.vocab_size, ranks)
-        cells = grid.stored(ranks, scorer, place) if place else [grid.measure(cell, scorer)[0] for cell in grid.cells]
-        results = {"pattern": model.config.pattern, "chance": grid.queries.chance, "cells": cells}
-        print(table(HEADER, rows_of(grid.queries.name, results)))
-        results["threshold"] = settings.threshold
-        (found,) = effective_lengths({grid.queries.name: results})
+        scorer = model_scorer(model, queries.tokenizer.vocab_size, ranks)
+        if place:
+            cells = measure_missing(queries, lengths, scorer, ranks, place)
+        else:
+            cells = [measure(queries, length, scorer, ranks)[0] for length in lengths]
+        results = {"pattern": model.config.pattern, "chance": queries.chance, "cells": cells}
+        print(table(HEADER, rows_of(queries.name, results)))
+        results["threshold"] = queries.settings.threshold
+        (found,) = effective_lengths({queries.name: results})
         results["effective_length"] = {"tokens": found.tokens, "low": found.low, "high": found.high}
         print(f"effective length: {found.shown}; {found.about}")
         return results
 
     def totals_of(self, results: Row) -> Row:
-        keys = self.headline, f"control_{self.headline}"
+        keys = [key for key in (self.headline, f"control_{self.headline}") if key in results["cells"][0]]
         by_length = {f"{self.headline}_at_{n}": row["score"] for n, row in self.by_length(results).items()}
         effective = {f"effective_length_{key}": n for key, n in results.get("effective_length", {}).items()}
-        return over_cells(results["cells"], keys) | by_length | effective
+        return over_lengths(results["cells"], keys) | by_length | effective
 
     def cited(self, results: Row) -> float:
-        return over_cells(results["cells"], [self.headline])[self.headline]
+        return over_lengths(results["cells"], [self.headline])[self.headline]
 
     def by_length(self, results: Row) -> dict[int, Row]:
-        """By length, the cited `score`, that of the `control`, and the number of `samples`."""
-        keys = self.headline, f"control_{self.headline}"
-        means = {n: over_cells(own, keys) for n, own in cells_by_length(results["cells"]).items()}
+        """By length, the cited `score`, that of the `control` if there is one, and the number of `samples`."""
+        keys = {"score": self.headline, "control": f"control_{self.headline}", "samples": "samples"}
         return {
-            length: {"score": own[keys[0]], "control": own[keys[1]], "samples": own["samples"]}
-            for length, own in means.items()
+            cell["length"]: {name: cell[key] for name, key in keys.items() if key in cell} for cell in results["cells"]
         }
 
 
-def find_text(settings: GridConfig, inputs: Inputs) -> Text:
+def find_text(settings: HaystackConfig, inputs: Inputs) -> Text:
     """The text of haystacks: the file of the settings, else the held-out documents, else Python's documentation. The
     tokenizer may lose text of it.
 
@@ -142,70 +133,75 @@ def find_text(settings: GridConfig, inputs: Inputs) -> Text:
     return inputs.texts[file]
 
 
-class Grid:
-    """The cells of one task."""
+def measure(queries: Queries, length: int, scorer: "Scorer", ranks: Ranks) -> tuple[Row, list[Row]]:
+    """The scores of a length, also by depth, and a row for each question. All ranks call it, and the copies of the
+    model share the texts."""
+    from tost_lm.tasks.answers import score_texts
 
-    def __init__(self, queries: Queries, lengths: Sequence[int], samples: int):
-        self.queries, self.samples = queries, samples
-        self.cells = [Cell(length, depth) for length in lengths for depth in queries.depths]
-
-    def measure(self, cell: Cell, scorer: "Scorer") -> tuple[Row, list[Row]]:
-        """The scores of a cell, and a row for each example and condition."""
-        from tost_lm.tasks.answers import score_cell
-
-        scores, rows = score_cell(self.queries, scorer, *cell, self.samples)
-        return {**cell._asdict(), "samples": self.samples, **scores}, rows
-
-    def stored(self, ranks: Ranks, scorer: "Scorer", place: Place) -> list[Row]:
-        """The scores of all cells with files, also of earlier calls, by length and depth.
-
-        Cells without a file are measured. All ranks call it, and the copies of the model share the cells."""
-        # All ranks use what rank 0 finds: with different lists, they would wait for each other forever.
-        found = _stored(place)
-        exists = ranks.gather([cell in found for cell in self.cells])[0]
-        if any(exists):
-            print(f"{self.queries.name}: reusing {sum(exists)} of {len(exists)} cells", flush=True)
-        todo = [cell for cell, done in zip(self.cells, exists, strict=True) if not done][ranks.copy :: ranks.copies]
-        for cell in todo:
-            started = time.monotonic()
-            scores, rows = self.measure(cell, scorer)
-            result = {
-                "protocol": self.queries.name, "identity": _identity(place, cell), **scores,
-                "seconds": time.monotonic() - started, "examples": rows,
-            }  # fmt: skip
-            if ranks.is_first_of_copy:
-                write_result_file(place.folder / "cells" / f"{cell.name}.json", result)
-            print(f"{self.queries.name}: {cell.name}, {result['seconds']:.1f} s", flush=True)
-        ranks.wait_for_copies()
-        found = _stored(place)
-        return [{key: found[cell][key] for key in found[cell] if key not in NOT_SCORES} for cell in sorted(found)]
+    own = score_texts(queries, scorer, length, range(ranks.copy, queries.settings.samples, ranks.copies))
+    ranks.wait_for_copies()
+    together = {sample: rows for pairs in ranks.gather(list(own.items())) for sample, rows in pairs}
+    rows = [row for sample in sorted(together) for row in together[sample]]
+    scores = {"length": length, "samples": len(together), **totals_of(rows)}
+    depths = sorted({row["depth"] for row in rows if "depth" in row})
+    by_depth = [{"depth": depth, **totals_of([row for row in rows if row["depth"] == depth])} for depth in depths]
+    return scores | ({"depths": by_depth} if by_depth else {}), rows
 
 
-def _identity(place: Place, cell: Cell) -> Row:
-    """Everything that a cell depends on, without the settings of other cells."""
-    return place.identity | {"settings": without_cells(place.identity["settings"]) | cell._asdict()}
+def measure_missing(
+    queries: Queries, lengths: Sequence[int], scorer: "Scorer", ranks: Ranks, place: Place
+) -> list[Row]:
+    """The scores of all lengths with files, also of earlier calls, ascending; lengths without a file are measured."""
+    # All ranks use what rank 0 finds: with different lists, they would wait for each other forever.
+    found = _stored(place)
+    exists = ranks.gather([length in found for length in lengths])[0]
+    if any(exists):
+        print(f"{queries.name}: reusing {sum(exists)} of {len(exists)} lengths", flush=True)
+    for length in compress(lengths, map(not_, exists)):
+        started = time.monotonic()
+        scores, rows = measure(queries, length, scorer, ranks)
+        seconds = time.monotonic() - started
+        result = {
+            "protocol": queries.name, "identity": _identity(place, length), **scores, "seconds": seconds,
+            "examples": rows,
+        }  # fmt: skip
+        if ranks.rank == 0:
+            write_result_file(length_file(place.folder, length), result)
+        print(f"{queries.name}: {length:,} tokens, {seconds:.1f} s", flush=True)
+        found[length] = result
+    return [{key: found[n][key] for key in found[n] if key not in NOT_SCORES} for n in sorted(found)]
 
 
-def without_cells(settings: Row) -> Row:
-    """The settings that every cell depends on."""
-    return {key: value for key, value in settings.items() if key not in ("lengths", "depths", "threshold")}
+def length_file(folder: Path, length: int) -> Path:
+    """The file of a length in the folder of a task's results."""
+    return folder / "lengths" / f"{length:08d}.json"
 
 
-def _stored(place: Place) -> dict[Cell, Row]:
-    """The cells with a file. Files that are damaged, edited or of another identity are left out, and replaced."""
+def _identity(place: Place, length: int) -> Row:
+    """Everything that a length depends on, without the settings of other lengths."""
+    return place.identity | {"settings": without_lengths(place.identity["settings"]) | {"length": length}}
+
+
+def without_lengths(settings: Row) -> Row:
+    """The settings that every length depends on."""
+    return {key: value for key, value in settings.items() if key not in ("lengths", "threshold")}
+
+
+def _stored(place: Place) -> dict[int, Row]:
+    """The lengths with a file. Files that are damaged, edited or of another identity are left out, and replaced."""
     found = {}
-    for file in (place.folder / "cells").glob("length_*.json"):
+    for file in (place.folder / "lengths").glob("*.json"):
         with suppress(ConfigError, OSError):
             row = read_result_file(file)
-            if row and row["identity"] == _identity(place, cell := Cell(row["length"], row["depth"])):
-                found[cell] = row
+            if row and row["identity"] == _identity(place, row["length"]):
+                found[row["length"]] = row
     return found
 
 
-def over_cells(cells: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
-    """Means over the examples of cells, with the standard errors of independent examples."""
+def over_lengths(cells: Sequence[Row], keys: Sequence[str]) -> Row:
+    """Means over the texts of all lengths, with the standard errors of independent texts."""
     samples = sum(cell["samples"] for cell in cells)
-    means: dict[str, Any] = {"samples": samples}
+    means: Row = {"samples": samples}
     for key in keys:
         errors = [cell[f"{key}_standard_error"] for cell in cells]
         means[key] = sum(cell[key] * cell["samples"] for cell in cells) / samples
@@ -217,13 +213,8 @@ def over_cells(cells: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str
     return means
 
 
-def cells_by_length(cells: Sequence[Row]) -> dict[int, list[Row]]:
-    """The cells of each length, ascending."""
-    return {length: [c for c in cells if c["length"] == length] for length in sorted({c["length"] for c in cells})}
-
-
 def section(run: EvaluatedModel, page: Page) -> str:
-    """The section of the report on all tasks with cells; empty without results."""
+    """The section of the report on all tasks with lengths; empty without results."""
     files = sorted(run.folder.glob("eval/*@*/results.json"))
     found = {name: results for name in (path.parent.name for path in files) if (results := run.results(name))}
     found = {name: results for name, results in found.items() if "cells" in results}
@@ -239,10 +230,10 @@ def section(run: EvaluatedModel, page: Page) -> str:
         *(f"**Effective length: {own.shown}**; {own.about}." for own in effective_lengths(found)),
         "Scores: found, the fraction of the expected strings in the greedily generated text; choice, whether the right "
         "answer is the likeliest of several; tokens, the fraction of answer tokens that are the most likely ones. "
-        "Exact: all of them are. The text of the control lacks the answer. Gain: nats per token by which the text "
-        "lowers the answer, against the control. Chance: the score of a guess, in needle and niah_multikey_1 "
-        "among the values in the text, else without the text. Parentheses: the 95 % interval over texts (Wilson's). "
-        "±: the standard error over texts. The figure's CSV file has all scores.",
+        "Exact: all of them are. The control asks for what is not in the text. Gain: nats per token by which the text "
+        "lowers the answer, against the control. Chance: the score of a guess among the values in the text, or "
+        "without the text if it has one. Parentheses: the 95 % interval over texts (Wilson's), each with the mean over "
+        "its questions. ±: the standard error over texts. The figure's CSV file has all scores, by depth.",
     ]
     if {letter for results in found.values() for letter in results["pattern"]} == {"T"}:
         paragraphs.append(
@@ -252,37 +243,38 @@ def section(run: EvaluatedModel, page: Page) -> str:
     return "\n\n".join(paragraphs)
 
 
-HEADER = ("task", "chance", "tokens", "examples", "score", "control", "exact", "gain")
+HEADER = ("task", "chance", "tokens", "texts", "score", "control", "exact", "gain")
 
 
 def rows_of(name: str, results: Row) -> list[tuple[str, ...]]:
     """A row for each length of a task."""
     rows = []
-    for length, cells in cells_by_length(results["cells"]).items():
-        key = accuracy_of(cells[0])
-        means = over_cells(cells, (key, "exact_accuracy", f"control_{key}", "gain_over_control"))
-        gain = with_error(means["gain_over_control"], means["gain_over_control_standard_error"], "+.3f")
-        score = f"{ACCURACIES[key]} {with_interval(means[key], means['samples'], '.1%')}"
-        rows.append((
-            name, format_chance(results["chance"]), f"{length:,}", f"{means['samples']:,}", score,
-            f"{means[f'control_{key}']:.1%}", f"{means['exact_accuracy']:.1%}", gain,
-        ))  # fmt: skip
+    for cell in results["cells"]:
+        key, gain = accuracy_of(cell), "gain_over_control"
+        score = f"{ACCURACIES[key]} {with_interval(cell[key], cell['samples'], '.1%')}"
+        shares = [f"{cell[one]:.1%}" if one in cell else "–" for one in (f"control_{key}", "exact_accuracy")]
+        shown_gain = with_error(cell[gain], cell[f"{gain}_standard_error"], "+.3f") if gain in cell else "–"
+        place = name, format_chance(results["chance"]), f"{cell['length']:,}", f"{cell['samples']:,}"
+        rows.append((*place, score, *shares, shown_gain))
     return rows
 
 
 def cells_chart(found: Mapping[str, Row]) -> Chart:
     """The accuracy of each task by length, and by depth if it has depths, with that of the control."""
-    cells = [{"task": name, **cell} for name, results in found.items() for cell in results["cells"]]
+    cells = [
+        {"task": name, **{key: cell[key] for key in ("length", "samples")}, **own}
+        for name, results in found.items() for cell in results["cells"] for own in cell.get("depths", [cell])
+    ]  # fmt: skip
     lengths = sorted({cell["length"] for cell in cells})
-    rows = list(dict.fromkeys((cell["task"], cell["depth"]) for cell in cells))
+    rows = list(dict.fromkeys((cell["task"], cell.get("depth")) for cell in cells))
     names = [task.split("@")[0] + ("" if depth is None else f", depth {depth:g}") for task, depth in rows]
     figure, panels = new_panels(4 + 1.5 * len(lengths), 1.6 + 0.4 * len(rows), 2, sharey=True)
     image: Any = None
     for axes, prefix in zip(panels, ("", "control_"), strict=True):
         percent_RL = np.full((len(rows), len(lengths)), np.nan)
         for cell in cells:
-            place = rows.index((cell["task"], cell["depth"])), lengths.index(cell["length"])
-            percent_RL[place] = 100 * cell[prefix + accuracy_of(cell)]
+            place = rows.index((cell["task"], cell.get("depth"))), lengths.index(cell["length"])
+            percent_RL[place] = 100 * cell.get(prefix + accuracy_of(cell), np.nan)
         image = draw_heatmap(axes, percent_RL, lengths, names)
         axes.set_title("control" if prefix else "score")
     figure.colorbar(image, ax=panels, label="accuracy (%)")

@@ -1,12 +1,10 @@
-"""Haystacks in tokens (text, a few repeated sentences, or other needles), and keys and values of needles."""
+"""Haystacks in tokens: a text, or records of one form."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import count, islice
 from pathlib import Path
-from string import ascii_uppercase
-from uuid import UUID
 
 import numpy as np
 
@@ -18,15 +16,8 @@ from tost_lm.errors import DataError
 from tost_lm.inference.text_file import TextFile
 
 SENTENCE_ENDS = (".", "!", "?")
-NOISE = (
-    "A boat lies in the harbor.\nThe bread on the table is warm.\nTwo birds sit on the roof.\n"
-    "The path goes down to the river.\nIt rained a little in the morning.\n"
-)
 BETWEEN = "\n\n"
 SPREAD, SPREAD_TOKENS = 64, 1 << 22
-
-Haystack = Callable[[int], np.ndarray]
-"""Returns a haystack of n tokens for an example, int64 [n]."""
 
 
 class Text:
@@ -97,37 +88,29 @@ class Text:
         return cls("the documentation of Python", _joined(ids, tokenizer), facts)
 
 
-def text_haystack(text: Text, length: int, tokens: int, draws: np.random.Generator) -> Haystack:
-    """Up to `tokens` tokens of a text, from a drawn start."""
+def text_haystack(text: Text, length: int, tokens: int, draws: np.random.Generator) -> np.ndarray:
+    """`tokens` tokens of a text from a drawn start, int64; `length` as in `Text.for_length`."""
     source = text.for_length(length)
     start = int(draws.integers(len(source) - tokens + 1))
-    return lambda n: source[start : start + n]
+    return source[start : start + tokens]
 
 
-def noise_haystack(tokenizer: Tokenizer) -> Haystack:
-    """Repeated sentences, cut at the beginning."""
-    cycle = np.array(tokenizer.encode(NOISE))
-    return lambda n: np.resize(cycle[::-1], n)[::-1]
+def records_haystack(
+    record: Callable[[str, str], Sequence[int]], tokens: int, draws: np.random.Generator, left_out: Container[str]
+) -> np.ndarray:
+    """`tokens` tokens of records, int64; the first one may lack its beginning.
 
-
-def needles_haystack(tokenizer: Tokenizer, needles: Iterator[Sequence[int]]) -> Haystack:
-    """The first needles of an endless sequence, as many as fit, after repeated sentences that fill the rest."""
-    drawn: list[Sequence[int]] = []
-    noise = noise_haystack(tokenizer)
-
-    def haystack(n: int) -> np.ndarray:
-        used: list[Sequence[int]] = []
-        rest = n
-        while True:
-            if len(used) == len(drawn):
-                drawn.append(next(needles))
-            needle = drawn[len(used)]
-            if len(needle) > rest:
-                return np.concatenate([noise(rest), *used]).astype(np.int64)
-            used.append(needle)
-            rest -= len(needle)
-
-    return haystack
+    Args:
+        record: (key, value) → ids; keys are two or more words, values numbers of seven digits, each once.
+        left_out: keys and values that no record has.
+    """
+    pairs, found, count = zip(word_keys(draws), numbers(draws, 7), strict=True), list[Sequence[int]](), 0
+    while count < tokens:
+        key, value = next(pairs)
+        if key not in left_out and value not in left_out:
+            found.append(record(key, value))
+            count += len(found[-1])
+    return np.concatenate(found).astype(np.int64)[count - tokens :]
 
 
 def insert_needles(
@@ -203,16 +186,6 @@ def numbers(draws: np.random.Generator, digits: int) -> Iterator[str]:
     return distinct(lambda: str(draws.integers(10 ** (digits - 1), 10**digits)))
 
 
-def uuids(draws: np.random.Generator) -> Iterator[str]:
-    """UUIDs of version 4, with 122 random bits."""
-    return distinct(lambda: str(UUID(bytes=draws.bytes(16), version=4)))
-
-
-def variables(draws: np.random.Generator, letters: int) -> Iterator[str]:
-    """Names of `letters` capital letters."""
-    return distinct(lambda: "".join(_of(ascii_uppercase, draws) for _ in range(letters)))
-
-
 def distinct(draw: Callable[[], str]) -> Iterator[str]:
     """Distinct draws. The iterator is endless, so `draw` must have enough values."""
     seen: set[str] = set()
@@ -221,16 +194,6 @@ def distinct(draw: Callable[[], str]) -> Iterator[str]:
         if value not in seen:
             seen.add(value)
             yield value
-
-
-def listed(values: Sequence[str]) -> list[str]:
-    """The strings of ` a, b and c`; each value with the space before it is a string of its own."""
-    strings = []
-    for place, value in enumerate(values):
-        if place:
-            strings.append(" and" if place == len(values) - 1 else ",")
-        strings.append(f" {value}")
-    return strings
 
 
 def _of(words: Sequence[str], draws: np.random.Generator) -> str:

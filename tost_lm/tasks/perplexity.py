@@ -1,7 +1,8 @@
 """Running text: nats per token, word and byte, each with its denominator.
 
-WikiText-2 and WikiText-103 (raw test file) as the guide of Hugging Face and as lm-evaluation-harness measure them; Penn
-Treebank, the test file of Mikolov, detokenized; the validation tokens of OpenWebText that the script of nanoGPT writes.
+WikiText-2 (raw test file, also that of WikiText-103) as the guide of Hugging Face and as lm-evaluation-harness measure
+it; Penn Treebank, the test file of Mikolov, detokenized; the validation tokens of OpenWebText that the script of
+nanoGPT writes.
 """
 
 import math
@@ -259,17 +260,12 @@ def _line_of_ptb(row: dict[str, Any]) -> str:
     return f" {row['sentence'].strip()} \n"
 
 
-WIKITEXT_SHA256 = "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08"
-"""Both sets have the same test text."""
-WIKITEXT2, WIKITEXT103 = (
-    DataSet(
-        f"wikitext{size}",
-        f"wiki.test.raw of WikiText-{size}'s raw release",
-        HubSource("Salesforce/wikitext", f"wikitext-{size}-raw-v1", "test", f"wiki{size}.test.raw", _line_of_wikitext),
-        sha256=WIKITEXT_SHA256,
-        texts=pages,
-    )
-    for size in (2, 103)
+WIKITEXT2 = DataSet(
+    "wikitext2",
+    "wiki.test.raw of the raw release of WikiText-2 or WikiText-103, which is the same file",
+    HubSource("Salesforce/wikitext", "wikitext-2-raw-v1", "test", "wiki2.test.raw", _line_of_wikitext),
+    sha256="173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08",
+    texts=pages,
 )
 PTB = DataSet(
     "ptb",
@@ -287,9 +283,7 @@ FAMILY = Family(
     "perplexity",
     [
         StridedWikitext(WIKITEXT2),
-        StridedWikitext(WIKITEXT103),
         WikitextPages(WIKITEXT2),
-        WikitextPages(WIKITEXT103),
         PennTreebank(PTB),
         OpenWebText(OWT),
     ],

@@ -10,7 +10,8 @@ from tost_lm.inference.effective_length import ACCURACIES, accuracy_of, effectiv
 from tost_lm.inference.evaluated import HUB, differing, hub_home, read_result_file
 from tost_lm.intervals import paired
 from tost_lm.markdown import escape, format_chance, format_result, table, with_interval
-from tost_lm.tasks.grid import Cell, cells_by_length, over_cells, without_cells
+from tost_lm.tasks.grid import length_file, without_lengths
+from tost_lm.tasks.over_texts import of_texts
 
 GPT2_PAPER = "GPT-2 paper (Radford et al. 2019)"
 TOST_PAPER = "ToST paper (arXiv 2412.17810)"
@@ -48,7 +49,10 @@ PUBLISHED = [
     Published("wikitext2@hf-stride512", "GPT-2 774M", "token_perplexity", 16.44, HUGGING_FACE),
     Published("wikitext2@lm-eval", "GPT-2 124M", "word_perplexity", 37.37, MEASURED_GPT2),
     Published("wikitext2@lm-eval", "GPT-2 117M", "word_perplexity", 29.41, GPT2_PAPER, differs=OWN_DETOKENIZERS),
-    Published("wikitext103@lm-eval", "GPT-2 117M", "word_perplexity", 37.50, GPT2_PAPER, differs=OWN_DETOKENIZERS),
+    Published(
+        "wikitext2@lm-eval", "GPT-2 117M, as WikiText-103", "word_perplexity", 37.50, GPT2_PAPER,
+        differs=OWN_DETOKENIZERS,
+    ),
     Published("lambada_openai@lm-eval", "GPT-2 124M", "accuracy", 0.3256, MEASURED_GPT2),
     Published("lambada_openai@lm-eval", "GPT-2 124M", "word_perplexity", 40.06, MEASURED_GPT2),
     Published("lambada_openai@lm-eval", "GPT-2 117M", "word_perplexity", 35.13, GPT2_PAPER, differs=OWN_SCRIPT),
@@ -102,10 +106,11 @@ def side_by_side(homes: Sequence[Path]) -> str:
     sections += _effective_lengths(found)
     if any(DIFFERENCE in section for section in sections):
         sections.append(
-            f"{DIFFERENCE}: the mean over examples that both models answered, in parentheses its 95 % interval over "
-            "examples and the number of pairs; in nats of an example where the result is no accuracy. Other "
-            "parentheses: the 95 % interval over examples (Wilson's). ±: the standard error over examples. No interval "
-            "here is over training seeds; tost report of several runs has those."
+            f"{DIFFERENCE}: the mean over examples or texts that both models read, in parentheses its 95 % interval "
+            "over them and the number of pairs; in nats of an example where the result is no accuracy. Other "
+            "parentheses: the 95 % interval over examples or texts (Wilson's), where a text counts with the mean over "
+            "its questions. ±: the standard error over examples. No interval here is over training seeds; tost report "
+            "of several runs has those."
         )
     return "\n\n".join(sections)
 
@@ -154,27 +159,24 @@ def _section(task: str, found: Mapping[Path, dict[str, dict[str, Any]]]) -> Iter
 
 
 def _by_length(task: str, measured: Mapping[Path, dict[str, Any]]) -> str:
-    """A row for each length and model; models are paired in the cells that both have."""
+    """A row for each length and model; models are paired by text."""
     (first_home, first), rows = next(iter(measured.items())), []
-    own_cells = {home: _examples(_home(home) / "eval" / task, results) for home, results in measured.items()}
     for length in sorted({cell["length"] for results in measured.values() for cell in results["cells"]}):
         for home, results in measured.items():
-            cells = cells_by_length(results["cells"]).get(length)
-            if not cells:
+            cell = next((cell for cell in results["cells"] if cell["length"] == length), None)
+            if not cell:
                 continue
-            key, verdict, difference = accuracy_of(cells[0]), grids_comparable(first, results), "–"
+            key, verdict, difference = accuracy_of(cell), grids_comparable(first, results), "–"
             if verdict == "yes" and home != first_home:
-                own, other = own_cells[home], own_cells[first_home]
-                shared = [cell for cell in own if cell in other and cell[0] == length]
-                pairs = [[row for cell in shared for row in examples[cell]] for examples in (own, other)]
-                difference = _difference(key, *pairs)
-            means = over_cells(cells, (key, f"control_{key}"))
-            score = with_interval(means[key], means["samples"], ".1%")
+                folders = (_home(one) / "eval" / task for one in (home, first_home))
+                difference = _difference(key, *(_texts(folder, length, ACCURACIES[key]) for folder in folders))
+            score = f"{ACCURACIES[key]} {with_interval(cell[key], cell['samples'], '.1%')}"
+            control = f"{cell[f'control_{key}']:.1%}" if f"control_{key}" in cell else "–"
+            checkpoint = results["identity"]["checkpoint"]
             rows.append((
-                str(home), f"{length:,}", f"{means['samples']:,}", f"{ACCURACIES[key]} {score}",
-                f"{means[f'control_{key}']:.1%}", difference, results["identity"]["checkpoint"], verdict,
+                str(home), f"{length:,}", f"{cell['samples']:,}", score, control, difference, checkpoint, verdict,
             ))  # fmt: skip
-    header = ("model", "tokens", "examples", "score", "control", DIFFERENCE, "checkpoint", "comparable")
+    header = ("model", "tokens", "texts", "score", "control", DIFFERENCE, "checkpoint", "comparable")
     return f"Chance {format_chance(first['chance'])}.\n\n{table(header, rows)}"
 
 
@@ -186,19 +188,15 @@ def grids_comparable(one: dict[str, Any], other: dict[str, Any]) -> str:
     texts = [(identity["shards_fingerprint"], identity.get("text_sha256")) for identity in (first, second)]
     if texts[0] != texts[1]:
         return "no: another text"
-    settings = [without_cells(identity["settings"]) for identity in (first, second)]
+    settings = [without_lengths(identity["settings"]) for identity in (first, second)]
     return "yes" if settings[0] == settings[1] else f"no: another {differing(*settings)}"
 
 
-def _examples(folder: Path, results: dict[str, Any]) -> dict[tuple[int, float | None], list[dict[str, Any]]]:
-    """The rows of the examples with the answer in their text, by the length and depth of a cell, in one order."""
-    found = {}
-    for cell in results["cells"]:
-        place = Cell(cell["length"], cell["depth"])
-        if stored := read_result_file(folder / "cells" / f"{place.name}.json"):
-            asked = stored["examples"][0]["condition"]
-            found[place] = [row for row in stored["examples"] if row["condition"] == asked]
-    return found
+def _texts(folder: Path, length: int, key: str) -> list[dict[str, Any]]:
+    """A row for each text of a length, with the mean score over the questions whose answers are in it."""
+    stored = read_result_file(length_file(folder, length)) or {"examples": []}
+    asked = [row for row in stored["examples"] if row["condition"] == "needle"]
+    return [{key: score} for score in of_texts(asked, key)]
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from tost_lm.errors import ConfigError, did_you_mean
 from tost_lm.tasks import (
+    association,
     heldout,
     loss_by_position,
     missing_word,
     needle,
     perplexity,
+    records,
     ruler,
     text,
 )
@@ -21,6 +23,8 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         needle.FAMILY,
+        association.FAMILY,
+        records.FAMILY,
         ruler.FAMILY,
         heldout.FAMILY,
         perplexity.FAMILY,
@@ -33,7 +37,6 @@ FAMILIES: dict[str, Family] = {
 ZERO_SHOT = (
     "wikitext2@hf-stride1024",
     "wikitext2@lm-eval",
-    "wikitext103@lm-eval",
     "ptb@megatron",
     "lambada_openai@lm-eval",
     "lambada_openai@last-token",

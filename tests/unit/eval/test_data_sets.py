@@ -116,7 +116,7 @@ def test_a_file_may_be_compressed(tmp_path: Path):
 @needs_shared
 def test_published_files_are_recognized():
     wiki, lambada_test = EVAL / "wiki.test.raw.gz", EVAL / "lambada_test.jsonl.gz"
-    for name, file in {"wikitext2": wiki, "wikitext103": wiki, "lambada_openai": lambada_test}.items():
+    for name, file in {"wikitext2": wiki, "lambada_openai": lambada_test}.items():
         assert find_file(name, file).is_published
     with pytest.raises(DataError, match=r"jsonl\.gz: the published file of lambada_openai; give wiki\.test"):
         find_file("wikitext2", lambada_test)

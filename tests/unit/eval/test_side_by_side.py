@@ -30,23 +30,23 @@ def put(home: Path, protocol: str = STRIDED, **changed: Any) -> Path:
 
 
 def put_needles(home: Path, choices: list[list[int]], **identity: Any) -> Path:
-    """Results of 2 cells with an example for each of `choices`."""
-    settings = {"lengths": [64], "samples": len(choices[0]), "seed": 0, "depths": [0.0, 1.0], "threshold": 0.5}
+    """Results of a length; `choices` are those of the questions of each text."""
+    settings = {"lengths": [64], "samples": len(choices), "seed": 0, "depths": [0.0, 1.0], "threshold": 0.5}
     identity = {
         "checkpoint": "step_00000010", "tokenizer_sha256": "t1", "shards_fingerprint": "s1", "settings": settings,
         **identity,
     }  # fmt: skip
-    cells = []
-    for depth, own in zip((0.0, 1.0), choices, strict=True):
-        cell = {"length": 64, "depth": depth, "samples": len(own), "choice_accuracy": sum(own) / len(own)}
-        cell |= {f"{of}_standard_error": None for of in ("choice_accuracy", "control_choice_accuracy")}
-        cells.append(cell | {"control_choice_accuracy": 0.0})
-        rows = [{"sample": n, "condition": "needle", "choice": bool(right)} for n, right in enumerate(own)]
-        rows += [{**row, "condition": "control", "choice": False} for row in rows]
-        path = home / f"eval/needle@keys/cells/length_00000064_depth_{depth:.2f}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_result_file(path, {"identity": identity, "examples": rows})
-    results = {"protocol": "needle@keys", "identity": identity, "chance": 0.25, "threshold": 0.5, "cells": cells}
+    scores = [sum(own) / len(own) for own in choices]
+    cell: dict[str, Any] = {"length": 64, "samples": len(choices), "choice_accuracy": sum(scores) / len(scores)}
+    cell |= {"choice_accuracy_standard_error": None, "control_choice_accuracy": 0.0}
+    rows = [
+        {"sample": number, "condition": condition, "choice": bool(right) and condition == "needle"}
+        for number, own in enumerate(choices) for right in own for condition in ("needle", "control")
+    ]  # fmt: skip
+    path = home / "eval/needle@keys/lengths/00000064.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_result_file(path, {"identity": identity, "examples": rows})
+    results = {"protocol": "needle@keys", "identity": identity, "chance": 0.25, "threshold": 0.5, "cells": [cell]}
     write_result_file(home / "eval/needle@keys/results.json", results)
     return home
 
@@ -106,19 +106,19 @@ def test_examples_of_two_models_are_paired(tmp_path: Path, monkeypatch: pytest.M
     for name, nats in (("a", [3.0, 5.0, 4.0]), ("b", [2.0, 5.0, 2.0])):
         put(Path(name))
         write_rows(Path(name, "eval", STRIDED, "rows.jsonl"), [{"tokens": 2, "nats": n} for n in nats])
-    put_needles(Path("a"), [[1, 1, 1, 0], [1, 1, 1, 1]])
-    put_needles(Path("b"), [[1, 0, 1, 0], [1, 1, 0, 1]])
-    put_needles(Path("c"), [[1, 1, 1, 1], [1, 1, 1, 1]], tokenizer_sha256="t2")
+    put_needles(Path("a"), [[1, 1], [1, 1], [1, 1], [0, 1]])
+    put_needles(Path("b"), [[1, 0], [1, 1], [1, 0], [0, 1]])
+    put_needles(Path("c"), [[1, 1]] * 4, tokenizer_sha256="t2")
     text = side_by_side([Path("a"), Path("b"), Path("c")])
     assert "| b | token perplexity | 31.50 ± 0.25 | -1 nats (-2.132 to +0.1316, 3 pairs) | step" in text
     rows = [line.replace("\\", "") for line in text.splitlines() if "| choice" in line]
     assert [row.split(" | ", 3)[3].removesuffix(" |") for row in rows] == [
-        "choice 87.5% (52.9% to 97.8%) | 0.0% | – | step_00000010 | yes",
-        "choice 62.5% (30.6% to 86.3%) | 0.0% | -25.0% (-59.2% to +19.2%, 8 pairs) | step_00000010 | yes",
-        "choice 100.0% (67.6% to 100.0%) | 0.0% | – | step_00000010 | no: the tokenizers differ, and so the questions",
+        "choice 87.5% (39.6% to 98.7%) | 0.0% | – | step_00000010 | yes",
+        "choice 62.5% (21.9% to 90.8%) | 0.0% | -25.0% (-71.3% to +38.0%, 4 pairs) | step_00000010 | yes",
+        "choice 100.0% (51.0% to 100.0%) | 0.0% | – | step_00000010 | no: the tokenizers differ, and so the questions",
     ]
     lengths = text.split("## Effective length")[1]
-    assert "| a | 64 tokens (64 to 64) |" in lengths
+    assert "| a | 64 tokens (\\< 64 to 64) |" in lengths
     assert "| b | 64 tokens (\\< 64 to 64) |" in lengths
 
 

@@ -80,9 +80,9 @@ def write_measurements(run: Path) -> None:
         totals = {"accuracy": 0.25, "accuracy_standard_error": 0.0625, "examples": 48}
         results = {"protocol": name, "identity": identity, "headline": "accuracy", "model": totals}
         write_result_file(run / "eval" / name / "results.json", results)
-    for name, score in (("needle@keys", 1.0), ("vt@own-words", 0.9)):
+    for name, score in (("needle@keys", 1.0), ("records@numbers", 0.9)):
         identity = {"checkpoint_sha256": manifest_sha256}
-        cells = [{"length": n, "depth": None, "samples": 50, "found_share": score} for n in (128, 256)]
+        cells = [{"length": n, "samples": 50, "found_share": score} for n in (128, 256)]
         results = {"protocol": name, "identity": identity, "cells": cells, "threshold": 0.9}
         write_result_file(run / "eval" / name / "results.json", results | {"effective_length": {"tokens": 256}})
 
@@ -147,7 +147,7 @@ def test_a_card_states_the_record_of_the_run(make_run: Callable[..., Path], tmp_
     assert rows_of(text, "Results") == {
         "retrieval effective length": [
             "256 tokens (< 128 to 256)",
-            "mean score of needle@keys, vt@own-words at least 90.0%, tested at 128, 256; in parentheses the 95 % "
+            "mean score of needle@keys, records@numbers at least 90.0%, tested at 128, 256; in parentheses the 95 % "
             "interval over 100 texts of each length",
         ],
         "validation nats per token": ["4.0000", "1,234 held-out tokens, step 4"],

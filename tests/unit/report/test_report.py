@@ -46,7 +46,7 @@ RESULTS: dict[str, dict[str, Any]] = {
         "chance": 0.1,
         "cells": [
             {
-                "length": length, "depth": depth, "samples": 8,
+                "length": length, "samples": 8,
                 **{
                     f"{key}{ending}": value
                     for key, value in (
@@ -56,7 +56,7 @@ RESULTS: dict[str, dict[str, Any]] = {
                     for ending in ("", "_standard_error")
                 },
             }
-            for length in (64, 128) for depth in (0.0, 1.0)
+            for length in (64, 128)
         ],
     },
     SAMPLE: {
@@ -168,7 +168,7 @@ def change_results(folder: Path, protocol: str, **changes: Any) -> None:
 
 def cell_of_task(length: int, found: float, control: float) -> dict[str, Any]:
     return {
-        "length": length, "depth": None, "samples": 4, "found_share": found, "control_found_share": control,
+        "length": length, "samples": 4, "found_share": found, "control_found_share": control,
         "exact_accuracy": 0.125, "control_exact_accuracy": 0.0, "gain_over_control": 3.25,
         "found_share_standard_error": 0.25, "control_found_share_standard_error": 0.0,
         "exact_accuracy_standard_error": 0.0, "gain_over_control_standard_error": 0.5,
@@ -181,17 +181,17 @@ def add_task(run: Path, name: str, *cells: dict[str, Any]) -> None:
     evaluated.write_results(name, identity, 0.0, {"pattern": "T", "chance": 1e-7, "cells": cells, "threshold": 0.5})
 
 
-def test_tasks_with_cells_have_a_heatmap_and_a_table_by_length(run_folder):
-    add_task(run_folder, "vt@own-words", cell_of_task(2048, 0.6, 0.2))
+def test_tasks_with_lengths_have_a_heatmap_and_a_table_by_length(run_folder):
+    add_task(run_folder, "records@numbers", cell_of_task(2048, 0.6, 0.2))
     add_task(
-        run_folder, "niah_single_1@own-words", cell_of_task(1024, 0.875, 0.0), cell_of_task(2048, 0.375, 0.125)
+        run_folder, "association@landmarks", cell_of_task(1024, 0.875, 0.0), cell_of_task(2048, 0.375, 0.125)
     )  # fmt: skip
     write_report(run_folder)
     text = " ".join(Page((run_folder / "report.html").read_text()).text.split())
-    row = "niah_single_1@own-words < 0.1% 1,024 4 found 87.5% (39.6% to 98.7%) 0.0% 12.5% +3.250 ± 0.500 step_00000100"
-    assert f"{row} niah_single_1@own-words < 0.1% 2,048 4 found 37.5%" in text
-    assert "vt@own-words < 0.1% 2,048 4 found 60.0% (20.5% to 89.7%) 20.0%" in text
-    both = "mean score of niah_single_1@own-words, vt@own-words at least 50.0%, tested at 2,048"
+    row = "association@landmarks < 0.1% 1,024 4 found 87.5% (39.6% to 98.7%) 0.0% 12.5% +3.250 ± 0.500 step_00000100"
+    assert f"{row} association@landmarks < 0.1% 2,048 4 found 37.5%" in text
+    assert "records@numbers < 0.1% 2,048 4 found 60.0% (20.5% to 89.7%) 20.0%" in text
+    both = "mean score of association@landmarks, records@numbers at least 50.0%, tested at 2,048"
     assert (
         f"Effective length: < 2,048 tokens (< 2,048 to 2,048); {both}; in parentheses the 95 % interval over 8 t"
         in text
@@ -199,8 +199,8 @@ def test_tasks_with_cells_have_a_heatmap_and_a_table_by_length(run_folder):
     folder = run_folder / "eval/report"
     rows = list(csv.DictReader((folder / "retrieval.csv").read_text().splitlines()))
     assert [(row["task"], row["length"], row["found_share"], row["control_found_share"]) for row in rows] == [
-        ("niah_single_1@own-words", "1024", "0.875", "0.0"), ("niah_single_1@own-words", "2048", "0.375", "0.125"),
-        ("vt@own-words", "2048", "0.6", "0.2"),
+        ("association@landmarks", "1024", "0.875", "0.0"), ("association@landmarks", "2048", "0.375", "0.125"),
+        ("records@numbers", "2048", "0.6", "0.2"),
     ]  # fmt: skip
     assert (folder / "retrieval.png").read_bytes().startswith(b"\x89PNG")
 

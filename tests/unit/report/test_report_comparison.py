@@ -82,18 +82,17 @@ def add_results(folder: Path, protocol: str, step: int, score: float, shards: st
     write_results(folder, protocol, step, shards, model={"bits_per_byte": score}, cells=cells)
 
 
-def add_task(
-    folder: Path, name: str, step: int, found: Sequence[float], depths: Sequence[float | None] = (None,)
-) -> None:
-    """One score per length at all depths; the control has a tenth of it."""
+def add_task(folder: Path, name: str, step: int, found: Sequence[float]) -> None:
+    """One score per length; the control, which RULER lacks, has a tenth of it."""
+    controls = () if "@lm-eval" in name else ("control_found_share", "control_choice_accuracy")
     cells = [
         {
-            "length": 1024 * number, "depth": depth, "samples": 4,
+            "length": 1024 * number, "samples": 8,
             **dict.fromkeys(("found_share", "choice_accuracy"), score),
-            **dict.fromkeys(("control_found_share", "control_choice_accuracy"), score / 10),
+            **dict.fromkeys(controls, score / 10),
             **dict.fromkeys((f"{of}{key}_standard_error" for of in ("", "control_") for key in ACCURACIES), None),
         }
-        for number, score in enumerate(found, start=1) for depth in depths
+        for number, score in enumerate(found, start=1)
     ]  # fmt: skip
     write_results(folder, name, step, chance=0.1, cells=cells)
 
@@ -199,22 +198,22 @@ def test_groups_with_common_seeds_are_compared_by_seed(make_run):
 
 def test_retrieval_has_a_column_for_each_group(two_groups):
     a, b, c = two_groups
-    add_task(a, NEEDLE, 10, [0.5, 0.25], depths=(0.0, 1.0))
+    add_task(a, NEEDLE, 10, [0.5, 0.25])
     assert "## Scores by length" not in compare(a, b, c)[0]
-    add_task(b, NEEDLE, 10, [0.75, 0.25], depths=(0.0, 1.0))
-    add_task(c, "vt@own-words", 10, [0.4])
+    add_task(b, NEEDLE, 10, [0.75, 0.25])
+    add_task(c, "ruler_vt@lm-eval", 10, [0.4])
     text, _ = compare(a, b, c)
     assert table(text, "Scores by length") == [
         ["task", "tokens", "chance", "group 1", "group 2"],
         [NEEDLE, "1,024", "10%", "62.5% (texts 38.6% to 81.5%, seeds 50.0% to 75.0%; control 6.2%)", "–"],
         [NEEDLE, "2,048", "10%", "25.0% (texts 10.2% to 49.5%, seeds 25.0% to 25.0%; control 2.5%)", "–"],
-        ["vt@own-words", "1,024", "10%", "–", "40.0% (texts 10.3% to 79.5%; control 4.0%)"],
+        ["ruler_vt@lm-eval", "1,024", "10%", "–", "40.0% (texts 15.2% to 71.3%)"],
     ]
-    add_task(a, "vt@own-words", 10, [0.4])
-    add_task(b, "vt@own-words", 20, [0.4])
+    add_task(a, "ruler_vt@lm-eval", 10, [0.4])
+    add_task(b, "ruler_vt@lm-eval", 20, [0.4])
     text, _ = compare(a, b, c)
-    assert "results of vt@own-words in group 1 have no mean: the steps differ" in text
-    assert table(text, "Scores by length")[3][3:] == ["–", "40.0% (texts 10.3% to 79.5%; control 4.0%)"]
+    assert "results of ruler_vt@lm-eval in group 1 have no mean: the steps differ" in text
+    assert table(text, "Scores by length")[3][3:] == ["–", "40.0% (texts 15.2% to 71.3%)"]
 
 
 def test_runs_are_compared_at_their_last_common_step(make_run):

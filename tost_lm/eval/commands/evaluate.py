@@ -2,7 +2,7 @@
 
     tost eval runs/demo heldout
     tost eval runs/base wikitext2@hf-stride1024 lambada_openai@lm-eval sets.wikitext2=wiki.test.raw
-    tost eval runs/long needle ruler needle.samples=100 'needle.lengths=[1024, 4096, 16384]'
+    tost eval runs/long needle records needle.samples=100 'needle.lengths=[1024, 4096, 16384]'
     tost eval runs/long text text.file=book.txt
     tost eval runs/base suite sets.wikitext2=wiki.test.raw
 
@@ -12,7 +12,7 @@ with `tasks` and settings. All settings, test sets and texts are checked before 
 
 Writes eval/TASK/results.json: the totals with standard errors, control and chance; tasks on test sets and held-out
 documents also rows.jsonl (a line per example). Valid results for the same checkpoint, text and settings are reused,
-and the same command resumes: each cell of retrieval is a file. `tost report` shows all results of a run, and `tost
+and the same command resumes: each length of retrieval is a file. `tost report` shows all results of a run, and `tost
 compare` those of several models and published ones. On more than tensor × sequence ranks, copies of the model share the
 work.
 """

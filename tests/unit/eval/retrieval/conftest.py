@@ -1,19 +1,20 @@
 """Queries with a small text as haystack."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from evaluations import make_queries
 
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.tasks.haystacks import Text
-from tost_lm.tasks.queries import Queries
+from tost_lm.tasks.queries import KeyedQueries
 
 LINES = [f"Page {page}. The lines of this page are short.\nThey say little! Do they?\nNo.\n\n" for page in range(300)]
 
 
 @pytest.fixture
-def make_task(tokenizer: Tokenizer) -> Callable[..., Queries]:
+def make_task(tokenizer: Tokenizer) -> Callable[..., KeyedQueries]:
     """Makes the queries of a task by its name; the default tokenizer is that of the small text."""
     own = tokenizer
 
@@ -22,10 +23,11 @@ def make_task(tokenizer: Tokenizer) -> Callable[..., Queries]:
         seed: int = 0,
         depths: Sequence[float] = (0.0, 0.5, 1.0),
         tokenizer: Tokenizer = own,
-        keys: int = 4,
-    ) -> Queries:
+        **settings: Any,
+    ) -> KeyedQueries:
         text = Text("the text", map(tokenizer.encode_array, LINES), {})
-        given = {"depths": list(depths), "keys": keys} if name == "needle@keys" else {}
-        return make_queries(name, tokenizer, lambda: text, seed=seed, **given)
+        queries = make_queries(name, tokenizer, lambda: text, seed=seed, depths=list(depths), **settings)
+        assert isinstance(queries, KeyedQueries)
+        return queries
 
     return make

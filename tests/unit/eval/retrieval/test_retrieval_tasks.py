@@ -1,29 +1,28 @@
-"""Retrieval examples: exact length, repeatable, independent of each other, and with the answers in the text."""
+"""Retrieval texts: exact length, repeatable, independent of each other, with the answers of their questions only."""
 
 import re
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
-from evaluations import RETRIEVAL, RULER, secrets
+from evaluations import RETRIEVAL
 from shared_data import GPT2_BPE, skip_without_shared
 
+from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.inference.generation import ForeignFacts
+from tost_lm.tasks.association import FORM as ASSOCIATION
 from tost_lm.tasks.grid import find_text
-from tost_lm.tasks.haystacks import PAIRS, SENTENCE_ENDS, Text, listed, word_keys
+from tost_lm.tasks.haystacks import PAIRS, SENTENCE_ENDS, Text, records_haystack
 from tost_lm.tasks.needle import NAME as NEEDLE
 from tost_lm.tasks.needle import NeedleConfig
-from tost_lm.tasks.queries import Queries, Query
+from tost_lm.tasks.queries import AskedText, KeyedQueries
 from tost_lm.tasks.registry import find_tasks
 from tost_lm.tasks.task import Inputs
 
 SAMPLES = 3
-NUMBER, UUID = r"\d{7}", r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
 @pytest.fixture(params=["SentencePiece", "GPT-2"])
@@ -34,121 +33,95 @@ def either(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Tokenizer:
     return gpt2_tokenizer(GPT2_BPE)
 
 
-def shortest(task: Queries) -> int:
-    """The minimum length for the first examples."""
-    return task.needed(20) + 1
-
-
-def examples(task: Queries, length: int, samples: int = SAMPLES) -> Iterator[tuple[Query, Query]]:
-    for depth in task.depths:
-        for sample in range(samples):
-            yield task.query(length, depth, sample)
-
-
-def text_of(task: Queries, example: Query, tokenizer: Tokenizer) -> str:
-    assert example.prompt[0] == tokenizer.eot
-    return tokenizer.decode(example.prompt.tolist())
+def texts(task: KeyedQueries, length: int, samples: int = SAMPLES) -> list[AskedText]:
+    return [task.asked(length, sample) for sample in range(samples)]
 
 
 @pytest.mark.parametrize("name", RETRIEVAL)
-def test_prompt_and_room_are_exactly_the_length(make_task, either, name):
+def test_a_text_with_any_question_and_the_room_is_exactly_the_length(make_task, either, name):
     task = make_task(name, tokenizer=either)
-    for length in (shortest(task), 1500):
-        for pair in examples(task, length):
-            for example in pair:
-                assert len(example.prompt) + task.room == length
-                assert max(map(len, example.options)) <= task.room
-                assert example.prompt.dtype == np.int64
+    for length in (task.needed + 1, 1500):
+        for text in texts(task, length):
+            assert {len(text.context) + len(one.ids) + task.room for one in text.asked} == {length}
+            assert max(len(option) for one in text.asked for option in one.options) <= task.room
+            assert text.context.dtype == text.asked[0].ids.dtype == np.int64
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", RETRIEVAL)
-def test_the_answer_is_in_the_text_and_not_in_the_control(make_task, either, name):
+def test_answers_are_in_the_text_and_those_of_controls_are_not(make_task, either, name):
     task = make_task(name, tokenizer=either)
-    for example, control in examples(task, max(1500, shortest(task))):
-        text, without = text_of(task, example, either), text_of(task, control, either)
-        assert text.endswith(f"\n{example.question}")
-        assert without.endswith(f"\n{example.question}")
-        hidden, left = text.removesuffix(example.question), without.removesuffix(example.question)
-        for reference in example.references:
-            assert re.search(rf"\b{reference}\b", hidden)
-            assert reference not in left
-        answer = either.decode(example.options[example.right])
-        assert answer == "".join(listed(example.references))
+    for text in texts(task, 1500):
+        assert text.context[0] == either.eot
+        read = either.decode(text.context.tolist())
+        keys = {either.decode(one.ids.tolist()).strip() for one in text.asked}
+        assert len(keys) == len({one.references for one in text.asked}) == 2 * len(task.settings.depths)
+        for number, one in enumerate(text.asked):
+            assert re.fullmatch(rf"\n+{re.escape(one.shown)}", either.decode(one.ids.tolist()))
+            assert either.decode(one.options[one.right]) == f" {one.references[0]}"
+            assert bool(re.search(rf"\b{one.references[0]}\b", read)) == (number < len(text.questions))
 
 
-@pytest.mark.parametrize("name", [name for name in RULER if name.startswith("niah_")])
-def test_numbers_of_distinct_keys_and_values(make_task, tokenizer, name):
-    task = make_task(name)
-    form = task.form
-    for example, control in examples(task, 1500):
-        pairs, left = (secrets(text_of(task, one, tokenizer)) for one in (example, control))
-        asked = dict.fromkeys(key for key, value in pairs if value in example.references)
-        assert len(asked) == form.asked
-        assert [key for key, _ in left if key in asked] == []
-        assert len(example.references) == form.asked * form.values
-        values = [value for _, value in pairs]
-        assert len(set(values)) == len(values)
-        if form.haystack == "needles":
-            assert len(set(values)) == len({key for key, _ in pairs}) > form.keys
-        else:
-            assert len(values) == form.keys * form.values
-            assert len({key for key, _ in pairs}) == form.keys
-        is_uuid = form.value.name == "ID"
-        assert all(re.fullmatch(UUID if is_uuid else NUMBER, value) for value in values)
-        assert all(key in example.question for key in asked)
-
-
-def test_the_needle_is_at_the_end_of_a_line_or_sentence_before_its_depth(make_task, tokenizer):
-    task = make_task(depths=(0.0, 0.25, 0.5, 1.0), keys=1)
-    for depth in task.depths:
-        assert depth is not None
-        found = []
-        for sample in range(6):
-            example, _ = task.query(300, depth, sample)
-            text = text_of(task, example, tokenizer)
-            before, after = text.split(f" {example.question} {example.references[0]}.\n")
+@pytest.mark.parametrize("name", RETRIEVAL)
+def test_the_needles_are_at_ends_of_lines_or_sentences_before_their_depths(make_task, tokenizer, name):
+    depths = (0.0, 0.25, 0.5, 0.75, 1.0)
+    task, found = make_task(name, depths=depths), []
+    for text in texts(task, 1500, 8):
+        read = tokenizer.decode(text.context.tolist())
+        places = {}
+        for one in text.questions:
+            key = next(key for key in task.form.keys if task.form.question(key) == one.shown)
+            needle = "".join(task.form.needle(key, one.references[0]))
+            before, _, _ = read.partition(needle)
+            assert before != read
             assert before == "" or before.endswith(("\n", *SENTENCE_ENDS))
-            start, end, last = (
-                tokens_of(example, tokenizer, part)
-                for part in (before, text.removesuffix(after), text.removesuffix(f"\n{example.question}"))
-            )
-            found.append((start - 1) / (start - 1 + last - end))
-        assert max(found) <= depth + 0.01  # the cut itself is rounded to a token
-        assert np.mean(found) >= depth - 0.06
-
-
-def tokens_of(example: Query, tokenizer: Tokenizer, beginning: str) -> int:
-    """Number of tokens of the prompt's beginning, with EOT."""
-    ids = example.prompt.tolist()
-    return next(n for n in range(1, len(ids) + 1) if tokenizer.decode(ids[:n]) == beginning)
-
-
-def test_several_needles_are_distributed_over_the_text(make_task, tokenizer):
-    task = make_task("niah_multiquery@own-words")
-    places = []
-    for example, _ in examples(task, 1500, samples=20):
-        text = text_of(task, example, tokenizer)
-        places += [found.start() / len(text) for found in re.finditer("The secret number of", text)][:4]
-    assert np.histogram(places, bins=4, range=(0, 1))[0].min() >= 8
+            places[one.depth] = len(before) / (len(read) - len(needle))
+        found.append([places[depth] for depth in depths])
+    assert np.abs(np.mean(found, 0) - depths).max() < 0.08
 
 
 @pytest.mark.parametrize("name", RETRIEVAL)
-def test_examples_repeat_and_depend_on_the_seed(make_task, name):
-    first, again, other = (list(examples(make_task(name, seed=seed), 1500)) for seed in (3, 3, 4))
-    for one, same, unlike in zip(first, again, other, strict=True):
-        for left, right in zip(one, same, strict=True):
-            assert np.array_equal(left.prompt, right.prompt)
-            assert (left.references, left.options, left.question) == (right.references, right.options, right.question)
-        assert not np.array_equal(one[0].prompt, unlike[0].prompt)
+def test_a_text_repeats_and_depends_on_the_seed_its_number_and_nothing_else(make_task, name):
+    task = make_task(name, seed=3)
+    texts(task, 1200)
+    again, other = make_task(name, seed=3), make_task(name, seed=4)
+    for sample in (2, 0):
+        left, right = (own.asked(1500, sample) for own in (task, again))
+        assert np.array_equal(left.context, right.context)
+        assert [one.shown for one in left.asked] == [one.shown for one in right.asked]
+        assert not np.array_equal(left.context, other.asked(1500, sample).context)
 
 
-@pytest.mark.parametrize("name", RETRIEVAL)
-def test_an_example_does_not_depend_on_others(make_task, name):
-    task, alone = make_task(name, depths=(0.25, 0.5)), make_task(name, depths=(0.5,))
-    *_, (last, _) = [pair for length in (1500, 1200) for pair in examples(task, length)]
-    expected, _ = alone.query(1200, alone.depths[0], SAMPLES - 1)
-    assert np.array_equal(last.prompt, expected.prompt)
+def test_with_few_depths_more_keys_are_in_the_text(make_task, tokenizer):
+    task = make_task(depths=(0.5,))
+    (text,) = texts(task, 600, 1)
+    assert (task.chance, len(text.questions), len(text.controls)) == (1 / 4, 1, 1)
+    assert tokenizer.decode(text.context.tolist()).count("In secret they named") == 4
+    with pytest.raises(ConfigError, match=r"depths: .* at most 8 "):
+        validate(NeedleConfig, {"depths": [n / 10 for n in range(9)]}, "needle")
+
+
+def test_a_question_about_landmarks_shares_no_word_with_its_needle():
+    words = lambda text: {*re.findall(r"\w+", text.lower())} - {"the", "of"}
+    for country in ASSOCIATION.keys:
+        needle = "".join(ASSOCIATION.needle(country, "Anna"))
+        assert not words(needle) & words(ASSOCIATION.question(country))
+
+
+def test_records_are_distinct_and_leave_out_what_is_asked():
+    found = []
+    left_out = {"amber-falcon", "1234567"}
+
+    def record(key: str, value: str) -> list[int]:
+        found.append((key, value))
+        return [len(found)] * 3
+
+    ids = records_haystack(record, 3 * PAIRS - 1, np.random.default_rng(0), left_out)
+    keys, values = map(set, zip(*found, strict=True))
+    assert len(keys) == len(values) == len(found) == PAIRS
+    assert {key.count("-") for key in keys} == {1, 2}
+    assert left_out.isdisjoint(keys | values)
+    assert ids.tolist() == [1, 1, *np.repeat(np.arange(2, PAIRS + 1), 3)]
 
 
 def test_the_text_of_a_length_does_not_depend_on_earlier_reads():
@@ -163,30 +136,23 @@ def test_the_text_of_a_length_does_not_depend_on_earlier_reads():
         text().for_length(7001)
 
 
-def test_word_keys_never_repeat():
-    keys = list(islice(word_keys(np.random.default_rng(0)), PAIRS))
-    assert len(set(keys)) == PAIRS
-    assert {key.count("-") for key in keys} == {1, 2}
-
-
 def test_default_lengths_are_those_that_fit(make_task):
-    task = make_task(keys=1)
-    assert task.lengths(NeedleConfig(samples=3), ForeignFacts(256, 256, "T")) == [64, 128, 256]
-    assert task.lengths(NeedleConfig(samples=3), ForeignFacts(128, None, "T")) == [64, 128]  # 32 is too short
-    assert task.lengths(NeedleConfig(samples=3, lengths=[300]), ForeignFacts(128, None, "T")) == [300]
+    needed = make_task().needed
+    context = 2 * needed + 2  # a quarter is too short
+    assert make_task().lengths(ForeignFacts(context, context, "T")) == [context // 2, context]
+    assert make_task(lengths=[1000, 300]).lengths(ForeignFacts(128, None, "T")) == [300, 1000]
 
 
 @pytest.mark.parametrize("name", RETRIEVAL)
 def test_impossible_lengths_are_rejected(make_task, name):
-    task = make_task(name)
-    limit = max(1500, shortest(task))
-    with pytest.raises(ConfigError, match=rf"needle\.lengths: {limit + 1} exceeds the model's positions \({limit}\)"):
-        task.lengths(NeedleConfig(samples=3, lengths=[limit, limit + 1]), ForeignFacts(limit, limit, "T"))
-    with pytest.raises(ConfigError, match=rf"{re.escape(name)}, .* take {task.needed(3)}; raise it$"):
-        task.lengths(NeedleConfig(samples=3, lengths=[task.needed(3)]), ForeignFacts(1500, None, "T"))
-    if task.text:
+    needed, section = make_task(name).needed, name.split("@")[0]
+    with pytest.raises(ConfigError, match=rf"{section}\.lengths: 1501 exceeds the model's positions \(1500\)"):
+        make_task(name, lengths=[1500, 1501]).lengths(ForeignFacts(1500, 1500, "T"))
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)}, .* take {needed}; raise it$"):
+        make_task(name, lengths=[needed]).lengths(ForeignFacts(1500, None, "T"))
+    if make_task(name).text:
         with pytest.raises(DataError, match="the text has"):
-            task.lengths(NeedleConfig(samples=3, lengths=[100_000]), ForeignFacts(1500, None, "T"))
+            make_task(name, lengths=[100_000]).lengths(ForeignFacts(1500, None, "T"))
 
 
 def test_groups_of_tasks_have_a_name():
@@ -194,7 +160,7 @@ def test_groups_of_tasks_have_a_name():
         return [task.name for _, task in find_tasks(names)]
 
     assert tasks("needle") == [NEEDLE]
-    assert tasks(RULER[1], "ruler", "needle", NEEDLE) == [RULER[1], RULER[0], *RULER[2:], NEEDLE]
+    assert tasks("ptb@megatron", "needle", NEEDLE, "records") == ["ptb@megatron", NEEDLE, "records@numbers"]
 
 
 def test_the_text_is_a_file_the_held_out_documents_or_pythons_documentation(tokenizer, shards, tmp_path):
