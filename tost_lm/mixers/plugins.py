@@ -63,16 +63,11 @@ def run_plugin(path: Path) -> None:
     run_user_file(path, f"plugin {path}", _is_registered, missing)
 
 
-def run_named_plugins() -> None:
-    """Run the files in TOST_PLUGINS. Raises as `run_plugin`."""
-    for path in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
-        run_plugin(Path(path))
-
-
 def unknown_letters(pattern: str) -> set[str]:
     """The letters of a pattern that are no mixer's, also not of a plugin in TOST_PLUGINS. Raises as `run_plugin`."""
     if set(pattern) - set(SPECS):
-        run_named_plugins()
+        for path in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
+            run_plugin(Path(path))
     return set(pattern) - set(SPECS)
 
 

@@ -142,31 +142,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _score(x_MC: Tensor, weight_VC: Tensor, labels_M: Tensor, shard: VocabularyShard | None) -> tuple[Tensor, Tensor]:
     """Nats, and whether the label has the largest logit; all labels are counted."""
-    tokens, entries = _tile_tokens(x_MC, len(weight_VC)), len(weight_VC)
-    if x_MC.is_cpu and not _kernels(x_MC):
+    kernels, tokens, entries = _kernels(x_MC), _tile_tokens(x_MC, len(weight_VC)), len(weight_VC)
+    if x_MC.is_cpu and not kernels:
         tokens = min(CPU_SCORED_TOKENS, max(1, len(x_MC)))
         entries = logit_tile_tokens(tokens, x_MC.dtype, CPU_SCORED_BYTES)
     nats_M = torch.empty_like(labels_M, dtype=statistics_dtype(x_MC))
     is_top_M = torch.empty_like(labels_M, dtype=torch.bool)
     for start in range(0, len(x_MC), tokens):
         tile = slice(start, start + tokens)
-        nats_M[tile], is_top_M[tile] = _score_tile(x_MC[tile], weight_VC, labels_M[tile], shard, entries)
+        x_mC, row_m = x_MC[tile], _weight_row(labels_M[tile], shard)
+        if kernels:
+            log_sum_m, label_m, largest_m = kernels.log_sums(linear(x_mC, weight_VC), row_m)
+        else:
+            log_sum_m, label_m, largest_m = _log_sums(x_mC, weight_VC, row_m, entries)
+        if shard is not None:
+            log_sum_m, label_m = shard.combine_log_sum_exp(log_sum_m, label_m)
+            largest_m = shard.max_logit(largest_m)
+        nats_M[tile], is_top_M[tile] = log_sum_m - label_m, label_m >= largest_m
     return nats_M, is_top_M
-
-
-def _score_tile(
-    x_mC: Tensor, weight_VC: Tensor, labels_m: Tensor, shard: VocabularyShard | None, entries: int
-) -> tuple[Tensor, Tensor]:
-    """`_score` of a tile of tokens, with the logits of `entries` vocabulary entries at once."""
-    row_m = _weight_row(labels_m, shard)
-    if kernels := _kernels(x_mC):
-        log_sum_m, label_m, largest_m = kernels.log_sums(linear(x_mC, weight_VC), row_m)
-    else:
-        log_sum_m, label_m, largest_m = _log_sums(x_mC, weight_VC, row_m, entries)
-    if shard is not None:
-        log_sum_m, label_m = shard.combine_log_sum_exp(log_sum_m, label_m)
-        largest_m = shard.max_logit(largest_m)
-    return log_sum_m - label_m, label_m >= largest_m
 
 
 def _log_sums(x_mC: Tensor, weight_VC: Tensor, row_m: Tensor, entries: int) -> tuple[Tensor, Tensor, Tensor]:

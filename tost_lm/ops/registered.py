@@ -53,10 +53,15 @@ class Registered:
                 its backward needs are stored with `save_for_backward` only.
             fake: fake(tensors, *options): uninitialised tensors of the same shapes and dtypes as `run` returns.
         """
-        self._run, self._fake = run, fake
+        self._run = run
         schema = "(Tensor[] tensors, Tensor? handle, bool[] given, bool[] differentiated, str[] options) -> Tensor[]"
         self.operator = custom_op(f"tost_lm::{name}", self._forward, mutates_args=(), schema=schema)
-        self.operator.register_fake(self._fake_forward)
+        self.operator.register_fake(
+            lambda tensors, handle, given, differentiated, options: [
+                *fake(_placed(tensors, given), *options),
+                torch.empty(1, dtype=torch.int64),
+            ]
+        )
         self.operator.register_autograd(_backward, setup_context=_save)
 
     def __call__(
@@ -92,16 +97,6 @@ class Registered:
         returned = _separate(results, tensors)
         waiting.finish(leaves, results, [*tensors, *returned])
         return [*returned, handle_for(waiting).zero_()]  # equal inputs have equal results
-
-    def _fake_forward(
-        self,
-        tensors: Sequence[Tensor],
-        handle: Tensor | None,
-        given: Sequence[bool],
-        differentiated: Sequence[bool],
-        options: Sequence[str],
-    ) -> list[Tensor]:
-        return [*self._fake(_placed(tensors, given), *options), torch.empty(1, dtype=torch.int64)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -211,15 +206,11 @@ def _backward_of_pass(
     return _separate(found, [*gradients, *in_graph])
 
 
-@_backward_of_pass.register_fake
-def _(
-    handle: Tensor,
-    gradients: Sequence[Tensor],
-    given: Sequence[bool],
-    in_graph: Sequence[Tensor],
-    differentiated: Sequence[bool],
-) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x, needed in zip(in_graph, differentiated, strict=True) if needed]
+_backward_of_pass.register_fake(
+    lambda handle, gradients, given, in_graph, differentiated: [
+        x.new_empty(x.shape) for x, needed in zip(in_graph, differentiated, strict=True) if needed
+    ]
+)
 
 
 def _placed(tensors: Iterable[Tensor], given: Sequence[bool]) -> list[Tensor | None]:

@@ -112,20 +112,12 @@ def in_two_tiles(model: TostLM, tokens: Tensor) -> Tensor:
     return torch.cat([first.logits, second.logits], 1)
 
 
-def rows_then_documents(model: TostLM, tokens: Tensor) -> Tensor:
-    """Rows of equal length, then more tokens of each, packed."""
-    first = model(tokens[:, :15])
-    rest = torch.cat([tokens[0, 15:], tokens[1, 15:31]])[None]
-    second = model(rest, state=first.state, cu_seqlens=torch.tensor([0, 25, 41]))
-    return torch.cat([first.logits.flatten(0, 1), second.logits[0]])
-
-
 def rows_in_two_calls(model: TostLM, tokens: Tensor) -> Tensor:
     first = model(tokens[:, :17])
     return torch.cat([first.logits, model(tokens[:, 17:], state=first.state).logits], 1)
 
 
-@pytest.mark.parametrize("run", [packed, in_two_tiles, rows_then_documents, rows_in_two_calls])
+@pytest.mark.parametrize("run", [packed, in_two_tiles, rows_in_two_calls])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients_are_those_of_the_tiles(
     name: str, run: Callable[[TostLM, Tensor], Tensor], request: pytest.FixtureRequest
