@@ -38,12 +38,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model, tokenizer = (kind.from_pretrained(".") for kind in (AutoModelForCausalLM, AutoTokenizer))
 """
-SELF_CONTAINED_USAGE = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer  # pip install torch 'transformers>=5.23,<5.25'
-
-model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)  # runs modeling_tost.py
-tokenizer = AutoTokenizer.from_pretrained(".")
-"""
 
 Rows = list[tuple[str, str]]
 
