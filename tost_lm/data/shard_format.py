@@ -258,8 +258,8 @@ def read_lengths(path: Path, entry: dict[str, Any]) -> "np.ndarray":
 
 
 FRESH: dict[str, Any] = {"closed": [], "open": None}
-LENGTHS, TEXT_BYTES = "lengths", "text_bytes"
-"""Endings of the files with the tokens (int32) and bytes of text (int64) of each document, until they are needless."""
+LENGTHS = "lengths"
+"""Ending of the file with the tokens (int32) of each document, until its index is written."""
 
 
 class SplitWriter:
@@ -283,7 +283,6 @@ class SplitWriter:
             extents = {
                 "bin": shard["tokens"] * self._dtype.itemsize,
                 LENGTHS: shard["documents"] * 4,
-                TEXT_BYTES: shard["documents"] * 8,
                 **({LOSS_MASK: shard["tokens"]} if "counted" in shard else {}),
             }
             for ending, extent in extents.items():
@@ -305,7 +304,6 @@ class SplitWriter:
             count = min(int(np.searchsorted(ends, room)) + 1, len(lengths))  # up to the document that fills the shard
             self._files["bin"].write(tokens[: ends[count - 1]].astype(self._dtype, copy=False).tobytes())
             self._files[LENGTHS].write(lengths[:count].astype(np.int32).tobytes())
-            self._files[TEXT_BYTES].write(text_bytes[:count].astype(np.int64).tobytes())
             self._add_mask(shard, loss_mask[: ends[count - 1]])
             shard["documents"] += count
             shard["tokens"] += int(ends[count - 1])
@@ -351,7 +349,7 @@ class SplitWriter:
 
     def _begin_shard(self) -> dict[str, Any]:
         name = f"{self._split}_{len(self.closed):05d}"
-        self._files = {ending: self._path(name, ending).open("wb") for ending in ("bin", LENGTHS, TEXT_BYTES)}
+        self._files = {ending: self._path(name, ending).open("wb") for ending in ("bin", LENGTHS)}
         self._open = {"name": name, "documents": 0, "tokens": 0, "bytes": 0}
         return self._open
 
