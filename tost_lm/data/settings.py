@@ -13,9 +13,9 @@ class CorpusConfig(Section):
     """The source of documents, the rows to keep, and the split."""
 
     source: Annotated[str, TAKES_URLS] = Field(min_length=1)
-    """`embedded` (the running Python's own documentation and sources); a file, a folder or a glob, also at a URL, of .txt, .md, .jsonl, .json, .parquet, .arrow files (text and JSON also as .gz, .zst); `hub:NAME` for a Hugging Face dataset; or token files of Megatron, by PREFIX of PREFIX.bin and PREFIX.idx or by a glob that ends in .idx."""
+    """`embedded` (the running Python's own documentation and sources); a file, a folder or a glob, also at a URL, of .txt, .md, .jsonl, .json, .parquet files (text and JSON also as .gz, .zst); `hub:NAME` for a Hugging Face dataset; or token files of Megatron, by PREFIX of PREFIX.bin and PREFIX.idx or by a glob that ends in .idx."""
     text_field: str = "text"
-    """Field with the text of a document in JSON, Parquet, Arrow and hub datasets, or with messages. A row without it may have the field `messages`, or `prompt` and `completion`; then only answers count in the loss, and of these not what a chat template changes when others follow, as Qwen's removes their thinking."""
+    """Field with the text of a document in JSON, Parquet and hub datasets, or with messages. A row without it may have the field `messages`, or `prompt` and `completion`; then only answers count in the loss, and of these not what a chat template changes when others follow, as Qwen's removes their thinking."""
     text_documents: Literal["file", "line"] = "file"
     """A document of a plain text file (.txt, .md): the whole file, or each line."""
     hub_subset: str | None = None

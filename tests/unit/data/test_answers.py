@@ -128,9 +128,6 @@ def test_tables_and_other_names_of_the_field_give_the_same_shards(tmp_path: Path
     table = pyarrow.Table.from_pylist([{"id": 1, **row, "prompt": "p", "completion": "c"} for row in ROWS])
     sources["parquet"] = tmp_path / "rows.parquet"
     parquet.write_table(table, sources["parquet"])
-    sources["arrow"] = tmp_path / "rows.arrow"
-    with pyarrow.ipc.new_file(sources["arrow"], table.schema) as file:
-        file.write_table(table, max_chunksize=7)
     found = {name: documents(whole_build(config_of(one, tmp_path / name, folder))) for name, one in sources.items()}
     renamed = write_rows(tmp_path / "renamed.jsonl", [{"talk": row["messages"]} for row in ROWS])
     found["talk"] = documents(whole_build(config_of(renamed, tmp_path / "talk", folder, text_field="talk")))

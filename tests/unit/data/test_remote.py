@@ -382,10 +382,7 @@ def test_corpora_at_urls_are_those_of_local_files(tmp_path: Path, memory: Any):
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines))
     (folder / "c.json").write_bytes(lines)
     (folder / "deep/d.txt").write_text(texts[-1])
-    table = pyarrow.table({"text": texts})
-    parquet.write_table(table, folder / "e.parquet", row_group_size=7)
-    with pyarrow.OSFile(str(folder / "f.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
+    parquet.write_table(pyarrow.table({"text": texts}), folder / "e.parquet", row_group_size=7)
     for name in (".hidden.txt", "g.pdf"):
         (folder / name).write_text("{}")
     memory.put(f"{folder}/", "/bucket/corpus/", recursive=True)

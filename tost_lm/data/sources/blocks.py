@@ -115,7 +115,7 @@ class Source(NamedTuple):
 
 
 class CorpusFormat(NamedTuple):
-    """A format of corpus files. Its rows become JSON lines, one column of an Arrow table or plain text."""
+    """A format of corpus files. Its rows become JSON lines, one column of a table or plain text."""
 
     endings: tuple[str, ...]
     """In lower case."""
@@ -207,8 +207,7 @@ def _column(payload: bytes) -> Iterator[str | bytes | dict[str, Any] | None]:
             values = batch.column(0).to_pylist()
         except UnicodeDecodeError:
             column = batch.column(0)
-            binary = pyarrow.large_binary() if pyarrow.types.is_large_string(column.type) else pyarrow.binary()
-            values = column.cast(binary).to_pylist()
+            values = column.cast(pyarrow.large_binary()).to_pylist()
         yield from map(json.loads, values) if batch.schema.names == [ROW] else values
 
 

@@ -1,4 +1,4 @@
-"""Tables: Parquet and Arrow files, and datasets of the Hugging Face hub or of a folder that the datasets library reads.
+"""Tables: Parquet files, and datasets of the Hugging Face hub or of a folder that the datasets library reads.
 
 The column of texts, or of rows as JSON, is cut into blocks by its bytes.
 """
@@ -20,22 +20,20 @@ from tost_lm.remote import RemotePath, RemoteReader
 
 PARQUET_ROWS = 16
 """Read at once: few, because a dictionary may repeat one long text."""
-EXPANSION, EXPANDED_BYTES = 1000, 1 << 26
-"""How much a column may expand, and beyond it the bytes in memory. Natural text is compressed 3 to 20 times."""
 ROW_OVERHEAD = 16
 """Bytes added to the size of each row's text, so that a block of empty rows ends too."""
 
 
 def parquet_blocks(path: Path, size: int, corpus: CorpusConfig, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
     """Blocks of a Parquet file from row `offset`; earlier row groups are not read."""
+    import pyarrow
     from pyarrow import parquet
 
-    with parquet.ParquetFile(_source(path), pre_buffer=False, buffer_size=1 << 20) as file:
+    source = pyarrow.PythonFile(RemoteReader(path), "r") if isinstance(path, RemotePath) else path
+    with parquet.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20) as file:
         total = file.metadata.num_rows
         columns = columns_of(str(path), file.schema_arrow, corpus.text_field)
         groups = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
-        for index in range(len(groups)):
-            _check_expansion(path, file.metadata.row_group(index), columns)
         first = skipped = 0
         while first < len(groups) and skipped + groups[first] <= offset:
             skipped += groups[first]
@@ -47,38 +45,7 @@ def parquet_blocks(path: Path, size: int, corpus: CorpusConfig, offset: int, blo
         yield from column_blocks(str(path), columns, arrays, offset, block_bytes, lambda row: size * row // total)
 
 
-def _check_expansion(path: Path, group: Any, columns: "Columns") -> None:
-    """Raise DataError if a row group expands so much that its pages, which are read whole, would fill the memory."""
-    for column in map(group.column, range(group.num_columns)):
-        unpacked, packed = column.total_uncompressed_size, max(column.total_compressed_size, 1)
-        at_once = unpacked * (PARQUET_ROWS if column.has_dictionary_page else 1)  # all rows may be its longest entry
-        name = column.path_in_schema.partition(".")[0]
-        if name in columns.names and unpacked > EXPANSION * packed and at_once > EXPANDED_BYTES:
-            raise DataError(
-                f"{path}: column {name!r} expands {unpacked // packed:,} times, from {packed:,} bytes to "
-                f"{at_once:,}; remove the file, or write it without compression and dictionaries"
-            )
-
-
-def _source(path: Path) -> Any:
-    """What pyarrow opens."""
-    import pyarrow
-
-    return pyarrow.PythonFile(RemoteReader(path), "r") if isinstance(path, RemotePath) else path
-
-
-def arrow_blocks(path: Path, size: int, corpus: CorpusConfig, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
-    """Blocks of an Arrow file or stream from row `offset`."""
-    with _arrow_batches(path) as (_, batches):  # texts are read only if they are compressed
-        total = sum(batch.num_rows for batch in batches)
-    with _arrow_batches(path) as (schema, batches):
-        columns = columns_of(str(path), schema, corpus.text_field)
-        arrays = _from_row(offset, map(columns.texts, batches))
-        yield from column_blocks(str(path), columns, arrays, offset, block_bytes, lambda row: size * row // total)
-
-
 PARQUET = CorpusFormat((".parquet",), "arrow", parquet_blocks)
-ARROW = CorpusFormat((".arrow",), "arrow", arrow_blocks)
 
 
 class Columns(NamedTuple):
@@ -89,11 +56,11 @@ class Columns(NamedTuple):
     """`text`, or ROW: rows as JSON."""
 
     def texts(self, batch: Any) -> Any:
-        """The strings of a record batch."""
-        if self.content != ROW:
-            return batch.column(self.names[0])
+        """The strings of a record batch, of one type."""
         import pyarrow
 
+        if self.content != ROW:
+            return batch.column(self.names[0]).cast(pyarrow.large_string())
         rows = (json.dumps(row, default=str) for row in batch.select(self.names).to_pylist())
         return pyarrow.array(rows, pyarrow.large_string())
 
@@ -125,16 +92,19 @@ def column_blocks(
     A block ends with the text that brings it to `block_bytes`, wherever the arrays end, so reading may resume at the
     end of any block. `consumed` maps a row to the amount read before it.
     """
+    from pyarrow import compute
+
     arrays, size, rows = [], 0, 0
     for column in texts:
-        lengths = _lengths(column)
+        sizes = compute.call_function("binary_length", [column])
+        lengths = compute.fill_null(sizes, 0).to_numpy(zero_copy_only=False)
         if (lengths > ROW_LIMIT).any():
             raise too_long(f"{where}: a text")
         ends = np.cumsum(lengths + ROW_OVERHEAD)
         begin = before = 0
         while begin < len(column):
             stop = int(np.searchsorted(ends, before + block_bytes - size)) + 1
-            arrays.append(_plain(column[begin:stop]))
+            arrays.append(column[begin:stop])
             count = len(arrays[-1])
             row, rows, begin = row + count, rows + count, begin + count
             size += int(ends[begin - 1]) - before
@@ -146,46 +116,11 @@ def column_blocks(
         yield SourceBlock(_stream_bytes(columns.content, arrays), rows, rows, row, consumed(row))
 
 
-@contextmanager
-def _arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
-    """Schema and record batches of an Arrow file (Feather) or of an Arrow stream (written by datasets).
-
-    All columns: a selection makes pyarrow copy a batch that otherwise stays in the mapped file.
-    """
-    import pyarrow
-
-    with _source(path) if isinstance(path, RemotePath) else pyarrow.memory_map(str(path)) as source:
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        yield reader.schema, map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
-
-
 def _from_row(skip: int, columns: Iterable[Any]) -> Iterator[Any]:
     for column in columns:
         if len(column) > skip:
             yield column[skip:]
         skip = max(0, skip - len(column))
-
-
-def _lengths(column: Any) -> Any:
-    """Bytes of each text, int64; 0 for null."""
-    import pyarrow
-    from pyarrow import compute
-
-    if pyarrow.types.is_dictionary(column.type):
-        lengths = pyarrow.array(_lengths(column.dictionary)).take(column.indices)
-    else:
-        lengths = compute.call_function("binary_length", [_plain(column)]).cast(pyarrow.int64())
-    return compute.fill_null(lengths, 0).to_numpy(zero_copy_only=False)
-
-
-def _plain(column: Any) -> Any:
-    """Dictionaries and views as plain strings."""
-    import pyarrow
-
-    plain = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
-    return column if plain else column.cast(pyarrow.large_string())
 
 
 def _stream_bytes(name: str, arrays: list[Any]) -> bytes:
