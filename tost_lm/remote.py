@@ -25,7 +25,7 @@ from tost_lm.errors import StorageError, TostError, first_line, install_hint
 from tost_lm.files import open_lock, publish_folder, regular_file, sha256_bytes, write_atomically, xxh3_file
 from tost_lm.redaction import redact_text
 
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "file": "fsspec", "memory": "fsspec"}
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "file": "fsspec", "memory": "fsspec"}
 """The schemes of URLs, and the package that reads each."""
 FETCHED_AT_ONCE = 64
 """Blocks that are fetched concurrently, and are in memory meanwhile."""
@@ -62,7 +62,7 @@ def list_files(url: Path, *, deep: bool = False) -> dict[str, RemoteFile]:
     Raises:
         StorageError: the storage cannot be reached, or refuses.
     """
-    tags = ("ETag", "etag", "mtime", "LastModified", "updated", "created")
+    tags = ("ETag", "etag", "mtime", "LastModified", "updated", "created", "blob_id")
     with _explained(url):
         system, root = _open_system(url)
         found = sorted(_walk(system, root, deep), key=lambda info: info["name"])
@@ -86,7 +86,7 @@ def glob_files(url: RemotePath) -> dict[str, RemoteFile]:
 def _walk(system: Any, root: str, deep: bool) -> Iterator[dict[str, Any]]:
     """Facts about each file. fsspec's `find` and `glob` leave out folders that cannot be listed."""
     try:
-        found = system.ls(root, detail=True)
+        found = system.ls(root, detail=True, refresh=True)  # that of the hub keeps listings
     except (FileNotFoundError, NotADirectoryError):
         return
     for info in found:

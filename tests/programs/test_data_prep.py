@@ -159,8 +159,6 @@ def test_errors_are_one_line_and_change_no_output(config, tmp_path):
     }
     for override, problem in mistakes.items():
         assert problem in refusal_here("tost prepare tokenizer", config, override, cwd=tmp_path)
-    hub = "hub:no/such"  # in a process that asks no network
-    assert f"{hub}: cannot be loaded" in refusal("tost prepare tokenizer", config, f"corpus.source={hub}", cwd=tmp_path)
     assert "small.tom: no such configuration file (did you mean" in refusal_here(
         "tost prepare shards", tmp_path / "small.tom", cwd=tmp_path
     )

@@ -13,19 +13,11 @@ class CorpusConfig(Section):
     """The source of documents, the rows to keep, and the split."""
 
     source: Annotated[str, TAKES_URLS] = Field(min_length=1)
-    """`embedded` (the running Python's own documentation and sources); a file, a folder or a glob, also at a URL, of .txt, .md, .jsonl, .json, .parquet files (text and JSON also as .gz, .zst); `hub:NAME` for a Hugging Face dataset; or token files of Megatron, by PREFIX of PREFIX.bin and PREFIX.idx or by a glob that ends in .idx."""
+    """`embedded` (the running Python's own documentation and sources); a file, a folder or a glob, also at a URL, of .txt, .md, .jsonl, .json, .parquet files (text and JSON also as .gz, .zst); of a Hugging Face dataset hf://datasets/NAME or its branch, hf://datasets/NAME@refs/convert/parquet; or token files of Megatron, by PREFIX of PREFIX.bin and PREFIX.idx or by a glob that ends in .idx."""
     text_field: str = "text"
-    """Field with the text of a document in JSON, Parquet and hub datasets, or with messages. A row without it may have the field `messages`, or `prompt` and `completion`; then only answers count in the loss, and of these not what a chat template changes when others follow, as Qwen's removes their thinking."""
+    """Field with the text of a document in JSON and Parquet, or with messages. A row without it may have the field `messages`, or `prompt` and `completion`; then only answers count in the loss, and of these not what a chat template changes when others follow, as Qwen's removes their thinking."""
     text_documents: Literal["file", "line"] = "file"
     """A document of a plain text file (.txt, .md): the whole file, or each line."""
-    hub_subset: str | None = None
-    """Hub dataset: name of its configuration, for example `en`."""
-    hub_revision: str | None = None
-    """Hub dataset: branch, tag or commit; `refs/convert/parquet` for a dataset with a loading script."""
-    hub_split: str = "train"
-    """Hub dataset: the split to read."""
-    hub_streaming: bool = True
-    """Hub dataset: stream rows over the network, or download the dataset first."""
     normalization: Literal["none", "NFC", "NFKC"] = "none"
     """Unicode normalization of every text, before any other step."""
     min_characters: int = Field(default=1, ge=1)

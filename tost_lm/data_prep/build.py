@@ -166,7 +166,7 @@ def build_shards(
 
 def identity(config: DataPrepConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Everything that determines the tokens of a shard folder, as recorded in the manifest."""
-    without_effect = {"source", "max_bad_fraction", "hub_streaming"}
+    without_effect = {"source", "max_bad_fraction"}
     partition, folder = config.shards.partition, tokenizer_folder(config)
     return {
         "format": FORMAT,
@@ -258,11 +258,6 @@ def _build(
                     committed = time.monotonic()
         more = EARLY_BAD_ROWS if config.shards.partition else 0
         _check_bad_rows(config, journal.rows, journal.bad, temp, more)
-        if journal.corpus_rows not in (None, journal.rows["read"]):
-            raise DataError(
-                f"corpus.source {config.corpus.source}: has {journal.rows['read']} rows, but corpus.split nanogpt "
-                f"counted {journal.corpus_rows}; set corpus.hub_streaming=false"
-            )
         if fingerprint(config.corpus) != wanted["source_fingerprint"]:
             raise corpus_changed(config.corpus)
         journal.commit(temp, writers)

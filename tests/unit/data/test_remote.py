@@ -17,6 +17,9 @@ import pytest
 import torch
 from builds import TEXTS, Built, corpus, prep_config, read, refusal
 from hand_made import batches_of
+from huggingface_hub import HfApi, HfFileSystem
+from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.hf_api import RepoFile, RepoFolder
 from pyarrow import parquet
 
 from tost_lm import remote
@@ -25,7 +28,7 @@ from tost_lm.data import shard_format, shards
 from tost_lm.data.loader import Corpora
 from tost_lm.data.prefetch import micro_batches, prefetched
 from tost_lm.data.shards import Shards
-from tost_lm.data.sources import count_rows, fingerprint
+from tost_lm.data.sources import Document, count_rows, fingerprint
 from tost_lm.data.sources.files import corpus_files
 from tost_lm.data.stages import Packing
 from tost_lm.data_prep.build import build_shards
@@ -398,3 +401,34 @@ def test_corpora_at_urls_are_those_of_local_files(tmp_path: Path, memory: Any):
     assert fingerprint(corpus(url)) != before
     assert refusal(f"{url}/nothing").startswith(f"corpus.source {url}/nothing: no file that ends in .txt, ")
     assert refusal(f"{url}/g.pdf").startswith(f"corpus.source {url}/g.pdf: {url}/g.pdf has no supported format; ")
+
+
+def test_a_dataset_of_the_hub_is_read_at_its_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The hub's answers are those of a folder; no test asks the hub itself."""
+    asked, texts = [], ["one", "two", "three"]
+    (tmp_path / "en").mkdir()
+    (tmp_path / "README.md").write_text("about")
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "en/0.parquet")
+
+    def listed(api: HfApi, repository: str, folder: str, *, revision: str, **_: Any) -> Iterator[RepoFile | RepoFolder]:
+        asked.append((repository, revision))
+        if not (tmp_path / folder).is_dir():
+            raise EntryNotFoundError("nothing there")
+        for path in sorted((tmp_path / folder).iterdir()):
+            facts: Any = {"path": path.relative_to(tmp_path).as_posix(), "oid": str(path.stat().st_mtime_ns)}
+            yield RepoFolder(**facts) if path.is_dir() else RepoFile(**facts, size=path.stat().st_size)
+
+    def opened(system: HfFileSystem, path: str, *_: Any, **__: Any) -> Any:
+        return (tmp_path / system.resolve_path(path).path_in_repo).open("rb")
+
+    monkeypatch.setattr(HfApi, "repo_info", lambda *_, **__: None)
+    monkeypatch.setattr(HfApi, "list_repo_tree", listed)
+    monkeypatch.setattr(HfFileSystem, "_open", opened)
+    branch = "hf://datasets/someone/words@refs/convert/parquet"
+    for source in (f"{branch}/en", f"{branch}/**/*.parquet", f"{branch}/en/0.parquet"):
+        assert read(source) == [Document(row, text) for row, text in enumerate(texts)]
+    assert {*asked} == {("someone/words", "refs/convert/parquet")}
+    before = fingerprint(corpus(branch))
+    os.utime(tmp_path / "en/0.parquet", (1, 1))
+    assert fingerprint(corpus(branch)) != before
+    assert "/de: no file that ends in .txt" in refusal(f"{branch}/de")

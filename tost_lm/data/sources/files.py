@@ -66,7 +66,7 @@ def corpus_files(source: str) -> list[CorpusFile]:
         else:
             raise DataError(
                 f"corpus.source {source}: no such file or folder; "
-                "set it to a file, a folder, a glob, hub:NAME or embedded"
+                "set it to a file, a folder, a glob, hf://datasets/NAME or embedded"
             )
         for _, file in found:
             if format_of(file) is None:

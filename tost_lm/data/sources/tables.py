@@ -1,12 +1,7 @@
-"""Tables: Parquet files, and datasets of the Hugging Face hub or of a folder that the datasets library reads.
-
-The column of texts, or of rows as JSON, is cut into blocks by its bytes.
-"""
+"""Parquet files. The column of texts, or of rows as JSON, is cut into blocks by its bytes."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +10,7 @@ import numpy as np
 from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.sources.blocks import ROW, ROW_LIMIT, CorpusFormat, SourceBlock, divided_fields, listed, too_long
 from tost_lm.data.sources.chats import TOOLS
-from tost_lm.errors import DataError, first_line
+from tost_lm.errors import DataError
 from tost_lm.remote import RemotePath, RemoteReader
 
 PARQUET_ROWS = 16
@@ -131,80 +126,3 @@ def _stream_bytes(name: str, arrays: list[Any]) -> bytes:
     with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
         stream.write_batch(batch)
     return sink.getvalue().to_pybytes()
-
-
-BATCH_ROWS = 256
-SCRIPT = "Dataset scripts are no longer supported"
-
-
-def hub_blocks(corpus: CorpusConfig, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
-    """Blocks of a hub dataset from row `offset`."""
-
-    tables = _hub_tables(corpus, offset)
-    if (table := next(tables, None)) is None:
-        return
-    columns = columns_of(f"corpus.source {corpus.source}", table.schema, corpus.text_field)
-    texts = (columns.texts(batch) for one in chain([table], tables) for batch in one.to_batches())
-    yield from column_blocks(corpus.source, columns, texts, offset, block_bytes, lambda row: row)
-
-
-def hub_fingerprint(corpus: CorpusConfig) -> str:
-    """The datasets library's identity of the revision; for a folder, of its files and their modification times."""
-    with _explained(corpus):
-        import datasets
-
-        builder = _builder(corpus)
-        is_folder = Path(_name(corpus)).exists()
-        return datasets.fingerprint.Hasher.hash(builder.config.data_files) if is_folder else builder.hash
-
-
-def hub_rows(corpus: CorpusConfig) -> int | None:
-    """Number of rows: counted if the dataset is downloaded, else from its metadata; None: the metadata has none."""
-    with _explained(corpus):
-        if not corpus.hub_streaming:
-            return len(_load(corpus))
-        splits = _builder(corpus).info.splits or {}
-        return splits[corpus.hub_split].num_examples or None if corpus.hub_split in splits else None
-
-
-def _hub_tables(corpus: CorpusConfig, offset: int) -> Iterator[Any]:
-    """Rows from `offset` as Arrow tables of at most BATCH_ROWS."""
-    with _explained(corpus):
-        yield from _load(corpus).skip(offset).with_format("arrow").iter(BATCH_ROWS)
-
-
-def _load(corpus: CorpusConfig) -> Any:
-    import datasets
-
-    return datasets.load_dataset(
-        _name(corpus),
-        corpus.hub_subset,
-        split=corpus.hub_split,
-        revision=corpus.hub_revision,
-        streaming=corpus.hub_streaming,
-    )
-
-
-def _builder(corpus: CorpusConfig) -> Any:
-    import datasets
-
-    return datasets.load_dataset_builder(_name(corpus), corpus.hub_subset, revision=corpus.hub_revision)
-
-
-def _name(corpus: CorpusConfig) -> str:
-    return corpus.source.removeprefix("hub:")
-
-
-@contextmanager
-def _explained(corpus: CorpusConfig) -> Iterator[None]:
-    """A failure of the library or the network becomes one line."""
-    try:
-        yield
-    except ImportError as error:
-        raise DataError(f"corpus.source {corpus.source}: {error}: pip install datasets") from None
-    except Exception as error:  # the library's own errors, the hub client's and the network's
-        problem = first_line(error)
-        fix = "check the name, corpus.hub_subset, corpus.hub_split and the network"
-        if SCRIPT in problem:
-            fix = "set corpus.hub_revision=refs/convert/parquet"
-        raise DataError(f"corpus.source {corpus.source}: cannot be loaded: {problem}; {fix}") from None
