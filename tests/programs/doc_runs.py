@@ -24,7 +24,7 @@ from doc_pages import FIRST, MINUTES_S, QUICK, RECIPES, Block, blocks_of, with_w
 from forked import CHECKOUT, ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port
 from public_models import qwen3_5, write_olmo_hybrid, write_with_images
 from released_code import to_released
-from shared_data import GPT2_BPE
+from shared_data import GPT2_BPE, write_gpt2
 
 from tost_lm.config import find_recipe, load_config, read_toml, validate
 from tost_lm.errors import TostError
@@ -266,4 +266,4 @@ def write_files(folder: Path) -> None:
             for book in range(30):
                 shelf.write(json.dumps({"text": f"Book {number}.{book}. {text}"}) + "\n")
     if GPT2_BPE.is_dir():
-        (folder / "gpt2_bpe").symlink_to(GPT2_BPE)
+        write_gpt2(folder / "gpt2")

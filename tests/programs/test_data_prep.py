@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from forked import Forked
 from programs import refusal, refusal_here, run, run_here, snapshot, write_corpus
-from shared_data import GPT2_BPE, needs_shared
+from shared_data import needs_shared, write_gpt2
 
 from tost_lm.data.shard_format import SPLITS
 from tost_lm.data.shards import Shards
@@ -131,10 +131,11 @@ def test_gpt2_with_nanogpt_split(tmp_path):
     rows = [json.dumps({"text": f"Hello world {number}"}) for number in range(4000)]
     (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
     (tmp_path / "gpt2.toml").write_text(
-        f'[corpus]\nsource = "corpus.jsonl"\nsplit = "nanogpt"\n[tokenizer]\nkind = "gpt2"\npath = "{GPT2_BPE}"\n'
+        '[corpus]\nsource = "corpus.jsonl"\nsplit = "nanogpt"\n[tokenizer]\npath = "tokenizer"\n'
         '[shards]\nfolder = "shards"\n'
     )
-    assert "nothing to train" in run("tost prepare tokenizer", "gpt2.toml", cwd=tmp_path)
+    write_gpt2(tmp_path / "tokenizer")
+    assert "prepare shards, which uses" in refusal("tost prepare tokenizer", "gpt2.toml", cwd=tmp_path)
     run("tost prepare shards", "gpt2.toml", cwd=tmp_path)
     shards = Shards.open(tmp_path / "shards")
     assert (shards.vocab_size, shards.eot) == (50257, 50256)

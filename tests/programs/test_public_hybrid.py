@@ -60,7 +60,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         printed = run_here("tost convert", name, f"convert.folder=models/{name}", cwd=folder)
         kinds = "pattern DDDA: D gated delta rule, linear in time, A softmax attention; "
         assert printed.startswith(f"{name}: 4 layers, {kinds}")
-    words = ["corpus.source=texts", "corpus.valid_fraction=0.2", "shards.folder=shards", "tokenizer.kind=hf"]
+    words = ["corpus.source=texts", "corpus.valid_fraction=0.2", "shards.folder=shards"]
     words += ["tokenizer.path=Olmo/tokenizer.json", "tokenizer.eot_token=<|endoftext|>"]
     run_here("tost prepare shards", *words, cwd=folder)
     return folder

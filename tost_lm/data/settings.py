@@ -49,37 +49,30 @@ class CorpusConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """The tokenizer: SentencePiece BPE trained on the corpus, GPT-2's BPE, or a tokenizer.json."""
+    """The tokenizer: SentencePiece BPE trained on the corpus, or a tokenizer.json of the Hugging Face library."""
 
-    kind: Literal["sentencepiece", "gpt2", "hf"] = "sentencepiece"
-    """`gpt2` and `hf` (a tokenizer.json of the Hugging Face library) need no training, but the package tokenizers."""
-    path: Annotated[Path | None, TAKES_URLS] = None
-    """sentencepiece: the model file, which `tost prepare tokenizer` writes together with a .json record. gpt2: the folder of encoder.json and vocab.bpe; unset: download them. hf: the tokenizer.json, or its folder, which may have a chat template; a folder needs no `kind`. It may be at a URL."""
+    path: Annotated[Path, TAKES_URLS]
+    """The SentencePiece model, which `tost prepare tokenizer` writes together with a .json record; or a tokenizer.json, or its folder, which may have a chat template. It may be at a URL."""
     eot_token: str | None = None
-    """hf: the token that ends a document, for example `<|endoftext|>`; a tokenizer.json does not name it, but its folder does: the first `eos_token_id` of config.json, or `eos_token` of tokenizer_config.json."""
+    """The token that ends a document, for example `<|endoftext|>`; a tokenizer.json does not name it, but its folder does: the first `eos_token_id` of config.json, or `eos_token` of tokenizer_config.json."""
     vocab_size: int | None = Field(default=None, ge=300)
-    """sentencepiece: number of pieces in the vocabulary, including 256 byte pieces and two special pieces. Unset: use the model in `path`, whatever its training text."""
+    """Number of pieces in the vocabulary that is trained, including 256 byte pieces and two special pieces. Unset: use the model in `path`, whatever its training text."""
     sample_bytes: int = Field(default=1_000_000_000, gt=0)
-    """sentencepiece: train on a uniform sample of the documents of at most this many bytes of text (held in memory)."""
+    """Train on a uniform sample of the documents of at most this many bytes of text (held in memory)."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """sentencepiece: random seed of the sample."""
+    """Random seed of the sample."""
 
     @model_validator(mode="after")
-    def _check_kind(self) -> "TokenizerConfig":
-        if self.path is None and self.kind != "gpt2":
-            file = "a tokenizer.json" if self.kind == "hf" else "the SentencePiece model"
-            raise ValueError(f"tokenizer.path: not set; set it to {file}, or set tokenizer.kind=gpt2")
-        if self.path is not None and not self.path.name:
+    def _check_path(self) -> "TokenizerConfig":
+        if not self.path.name:
             raise ValueError(f"tokenizer.path {self.path}: not a file name; add one, for example tokenizer.model")
         if isinstance(self.path, RemotePath) and self.vocab_size:
             raise ValueError(
                 f"tokenizer.vocab_size {self.vocab_size}: the model at {self.path} is used as it is; set "
                 "tokenizer.vocab_size=none, or tokenizer.path to a local file to train one"
             )
-        unused = {"sentencepiece": ["eot_token"], "gpt2": ["eot_token", "vocab_size"], "hf": ["vocab_size"]}[self.kind]
-        for name in unused:
-            if getattr(self, name):
-                raise ValueError(f"tokenizer.{name}: tokenizer.kind {self.kind} does not use it; remove it")
+        if self.vocab_size and self.path.suffix == ".json":
+            raise ValueError(f"tokenizer.vocab_size {self.vocab_size}: {self.path.name} has its own; remove it")
         return self
 
 

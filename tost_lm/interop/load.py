@@ -10,7 +10,6 @@ from tost_lm.checkpointing.reading import load as load_ours
 from tost_lm.checkpointing.run_folder import ADAPTER, FOREIGN_FOLDERS, find_checkpoint, local_model
 from tost_lm.config import path_or_url
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer, find_tokenizer, read_tokenizer
-from tost_lm.data.tokenizers.gpt2 import SOURCES, gpt2_tokenizer
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.inference.foreign_folder import CONFIG, read_settings
 from tost_lm.interop import MODULES
@@ -108,9 +107,11 @@ def read_tokenizer_folder(folder: Path) -> Tokenizer:
     """
     if any((folder / name).is_file() for name in TOKENIZER_FILES):
         return read_tokenizer(find_tokenizer(folder))
-    if any((folder / name).is_file() for name in SOURCES):
-        return gpt2_tokenizer(folder, "convert.tokenizer")
+    from tost_lm.interop.public_form import read_their_tokenizer
+
+    if tokenizer := read_their_tokenizer(folder):
+        return tokenizer
     raise DataError(
-        f"convert.tokenizer {folder}: no tokenizer; give a folder with encoder.json and vocab.bpe (GPT-2) "
-        f"or one of {', '.join(TOKENIZER_FILES)}"
+        f"convert.tokenizer {folder}: no tokenizer; give a folder with tokenizer.json or one of "
+        f"{', '.join(TOKENIZER_FILES)}"
     )

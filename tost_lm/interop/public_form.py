@@ -22,7 +22,7 @@ from torch import Tensor
 from tost_lm.checkpointing.format import CARD, CONVERSION, StoredTensors, read_model_config, write_tensors
 from tost_lm.config import leaves, validate
 from tost_lm.data.tokenizers import HfTokenizer, SentencePieceTokenizer, Tokenizer, find_tokenizer, read_tokenizer
-from tost_lm.data.tokenizers.hf import hf_tokenizer
+from tost_lm.data.tokenizers.hf import eos_token, hf_tokenizer
 from tost_lm.data.tokenizers.lossless import FORMS
 from tost_lm.errors import CheckpointError, ConfigError, DataError, first_line
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, usual_mode
@@ -405,28 +405,16 @@ def _check_supported(ours: Mapping[str, Any], supported: Mapping[str, Any], thei
 
 
 def read_their_tokenizer(folder: Path) -> HfTokenizer | None:
-    """The tokenizer of a model folder, whose end-of-text token is the first of `eos_token_id`; None: it has none.
+    """The tokenizer of a model folder, with the end-of-text token of `eos_token`; None: it has none.
 
     Raises:
-        ConfigError: transformers is not installed.
-        DataError: it is not lossless, or has no such token.
+        DataError: it is damaged, not lossless, or its folder names no such token.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
-    settings = read_settings(folder)
-    text = settings.get("text_config")
-    eos = settings.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
-    eos = eos[0] if isinstance(eos, list) and eos else eos
-    transformers_library()  # with it come the tokenizers
-    import tokenizers
-
-    try:
-        token = tokenizers.Tokenizer.from_file(str(path)).id_to_token(eos) if isinstance(eos, int) else None
-    except Exception as error:  # the library has none of its own
-        raise DataError(f"{path}: damaged: {first_line(error)}; copy it again") from None
-    if token is None:
-        raise DataError(f"{folder / CONFIG}: eos_token_id {eos} is no token of {path.name}; correct it")
+    if (token := eos_token(folder)) is None:
+        raise DataError(f"{folder / CONFIG}: eos_token_id is no token of {path.name}; correct it")
     return hf_tokenizer(path, token, FORMS[-1])
 
 

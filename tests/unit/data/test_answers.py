@@ -173,7 +173,7 @@ def test_what_cannot_be_split_is_refused_by_its_line(tmp_path: Path, row: dict[s
 
 def test_messages_need_the_folder_of_the_tokenizer(tmp_path: Path):
     folder, source = chat_folder(tmp_path / "tokenizer"), write_rows(tmp_path / "rows.jsonl", ROWS)
-    file = {"kind": "hf", "path": str(folder / "tokenizer.json"), "eot_token": EOT}
+    file = {"path": str(folder / "tokenizer.json"), "eot_token": EOT}
     config = prep_config(source, tmp_path / "shards", tokenizer=file)
     with pytest.raises(DataError, match=f"{source}, line 1: messages need a chat template; set tokenizer.path to the"):
         build_shards(config, make_tokenizer(config))
@@ -237,7 +237,7 @@ def test_builds_with_masks_have_equal_bytes_with_stops_and_are_partitioned(built
 def test_shards_of_another_template_are_others(tmp_path: Path):
     folder = chat_folder(tmp_path / "tokenizer")
     config = config_of(write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "shards", folder)
-    tokenizer, file = make_tokenizer(config), {"kind": "hf", "path": str(folder / "tokenizer.json"), "eot_token": EOT}
+    tokenizer, file = make_tokenizer(config), {"path": str(folder / "tokenizer.json"), "eot_token": EOT}
     before, of_file = (
         build.identity(one, tokenizer) for one in (config, prep_config(tmp_path / "rows.jsonl", tokenizer=file))
     )

@@ -144,15 +144,9 @@ def _explain(problem: str, vocab_size: int) -> str:
     return f"SentencePiece's training failed: {problem}"
 
 
-def model_path(config: DataPrepConfig) -> Path:
-    """Path of the SentencePiece model or the tokenizer.json."""
-    assert config.tokenizer.path is not None, "the settings check it"
-    return config.tokenizer.path
-
-
 def record_path(config: DataPrepConfig) -> Path:
     """Path of the record: the model's name and `.json`."""
-    return model_path(config).with_name(model_path(config).name + ".json")
+    return config.tokenizer.path.with_name(config.tokenizer.path.name + ".json")
 
 
 def write_tokenizer(config: DataPrepConfig, fingerprint: str, model: bytes, documents: int, text_bytes: int) -> None:
@@ -166,15 +160,15 @@ def write_tokenizer(config: DataPrepConfig, fingerprint: str, model: bytes, docu
         "sha256": sha256_bytes(model),
     }
     try:
-        write_atomically(model_path(config), model)
+        write_atomically(config.tokenizer.path, model)
         write_atomically(record_path(config), json.dumps(record, indent=2) + "\n")
     except OSError as error:
-        raise DataError(f"tokenizer.path {model_path(config)}: cannot be written: {error.strerror}") from None
+        raise DataError(f"tokenizer.path {config.tokenizer.path}: cannot be written: {error.strerror}") from None
 
 
 def retrain_reason(config: DataPrepConfig, fingerprint: str) -> str | None:
     """Why the tokenizer on disk differs from the one of `config`, in a few words; None if it does not."""
-    path = model_path(config)
+    path = config.tokenizer.path
     if not path.is_file():
         return "it does not exist yet"
     try:
