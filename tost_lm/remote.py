@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TextIO
 import xxhash
 
 from tost_lm.errors import StorageError, TostError, first_line, install_hint
-from tost_lm.files import open_lock, publish_folder, regular_file, sha256_bytes, write_atomically, xxh3_file
+from tost_lm.files import open_lock, publish_folder, regular_file, sha256_bytes
 from tost_lm.redaction import redact_text
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "file": "fsspec", "memory": "fsspec"}
@@ -133,8 +133,7 @@ def open_file(path: Path) -> io.RawIOBase:
 def local_copy(
     path: Path, verify: Callable[[Path], object] = lambda copy: None, wanted: Callable[[str], bool] = lambda name: True
 ) -> Path:
-    """A local path itself; of a URL, a copy of the file or folder in the cache, which stays while this process runs. An
-    earlier copy that has changed since is fetched again.
+    """A local path itself; of a URL, a copy of the file or folder in the cache, which stays while this process runs.
 
     Args:
         verify: raises TostError if a new copy is damaged.
@@ -150,28 +149,14 @@ def local_copy(
     folder = path.parent if is_file else path
     identity = sha256_bytes(json.dumps([[str(file.url), *file[1:]] for file in files.values()]).encode())[:32]
     home = cache_folder() / "copies" / identity
-    copy, hashes = home / (folder.name or "files"), home / ".xxh3.json"
-
-    def keep(new: Path) -> None:
-        verify(new)
-        write_atomically(hashes, json.dumps(_hashes(new)))
-
-    def is_intact(copy: Path) -> bool:
-        with suppress(OSError, ValueError):
-            return json.loads(hashes.read_bytes()) == _hashes(copy)
-        return False
-
+    copy = home / (folder.name or "files")
     _hold(home)
-    if not is_intact(copy):
+    if not copy.exists():
         kept = {name: file for name, file in files.items() if wanted(name)}
         _make_room(sum(file.size for file in kept.values()))
-        fetch_folder(folder, copy, keep, files=kept, is_there=is_intact)
+        fetch_folder(folder, copy, verify, files=kept)
     os.utime(home)
     return copy / path.name if is_file else copy
-
-
-def _hashes(folder: Path) -> dict[str, str]:
-    return {path.name: xxh3_file(path) for path in folder.iterdir()}
 
 
 def fetch_folder(

@@ -263,31 +263,6 @@ def test_copies_of_files_and_folders(memory: Any, cache: Path):
     assert [*glob_files(as_url("memory://bucket/one/[a-b].txt"))] == ["a.txt", "b.txt"]
 
 
-def test_a_copy_that_has_changed_is_fetched_again(memory: Any, cache: Path):
-    url = as_url("memory://bucket/model")
-    expected = {name: name.encode() * 9 for name in ("config.json", "model.safetensors")}
-    for name, data in expected.items():
-        memory.pipe_file(f"/bucket/model/{name}", data)
-
-    def flip(copy: Path) -> None:
-        (copy / "model.safetensors").write_bytes(b"M" + expected["model.safetensors"][1:])
-
-    def replace_by_file(copy: Path) -> None:
-        shutil.rmtree(copy)
-        copy.write_text("")
-
-    for change in (
-        flip,
-        lambda copy: os.truncate(copy / "model.safetensors", 3),
-        lambda copy: (copy / "config.json").unlink(),
-        lambda copy: (copy / "model_old.safetensors").write_text("added"),
-        replace_by_file,
-    ):
-        change(local_copy(url))
-        copy = local_copy(url)
-        assert {path.name: path.read_bytes() for path in copy.iterdir()} == expected
-
-
 @pytest.mark.parametrize("name", ["exp[1]", "exp*", "ex?1", "exp[!2]", "exp::memory", "e%78p1"])
 @pytest.mark.parametrize("storage", ["memory://bucket", "file://"])
 def test_paths_are_literal(storage: str, name: str, tmp_path: Path, memory: Any):
