@@ -143,7 +143,7 @@ def test_mistakes_are_named(workplace: Path, tmp_path: Path):
     write_olmo_hybrid(tmp_path / "Olmo")
     (tmp_path / "Olmo/tokenizer.json").write_text("{")
     printed = refusal_here("tost convert", "Olmo", "convert.folder=new", cwd=tmp_path)
-    assert printed.startswith("Olmo/tokenizer.json: damaged: ")
+    assert printed.startswith("tokenizer.path Olmo: damaged: not a tokenizer.json")
     byte_level(normalizer=normalizers.Replace("ß", "")).save(str(tmp_path / "Olmo/tokenizer.json"))
     printed = refusal_here("tost convert", "Olmo", "convert.folder=new", cwd=tmp_path)
     assert "Olmo/tokenizer.json: the tokenizer is not lossless: it decodes " in printed
