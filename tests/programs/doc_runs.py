@@ -63,11 +63,11 @@ class Pages:
             if re.search("runs/(base|long)", "".join(block.text for block in blocks_of(page))):
                 self._folders[page].train_base()
             if any(
-                re.search("tost convert (gpt2|ckpt.pt)", block.text)
+                re.search("tost convert ckpt.pt", block.text)
                 for block in blocks_of(page)
                 if block in QUICK and not block.missing
             ):
-                write_models_of_others(folder)
+                write_released(folder)
             if any("tost convert Olmo-Hybrid-7B" in block.text for block in blocks_of(page)):
                 write_olmo_hybrid(folder / "Olmo-Hybrid-7B")
             if any("tost convert Qwen3.5-4B" in block.text for block in blocks_of(page)):
@@ -238,11 +238,8 @@ SENTENCES = (
 )
 
 
-def write_models_of_others(folder: Path) -> None:
-    """Write small models as the pages name them: gpt2 of the Hugging Face library, ckpt.pt of the released code."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=64)).save_pretrained(folder / "gpt2")
+def write_released(folder: Path) -> None:
+    """Write a small ckpt.pt of the released code, as the pages name it."""
     sizes = {"preset": "tost-base", "layers": 1, "heads": 2, "width": 8, "max_positions": 64}
     model = TostLM(validate(ModelConfig, sizes, "test"))
     torch.save(to_released(model, iterations=600_000), folder / "ckpt.pt")

@@ -1,4 +1,4 @@
-"""`tost convert` as a user runs it: the released code's checkpoints, GPT-2, and refused sources."""
+"""`tost convert` as a user runs it: the released code's checkpoints, and refused sources."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.files import sha256_file
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.testing import FLOAT32_REORDERED, assert_close
 
 PROGRAM = "tost convert"
 SIZES = {"layers": 2, "heads": 2, "width": 8, "max_positions": 16}
@@ -59,26 +58,6 @@ def test_a_ckpt_becomes_a_model_folder(tmp_path: Path):
     before = snapshot(tmp_path / "models")
     assert refusal(PROGRAM, *words, cwd=tmp_path) == "models/tost: exists already; give another convert.folder"
     assert snapshot(tmp_path / "models") == before
-
-
-@needs_shared
-def test_gpt2_keeps_its_tokenizer(tmp_path: Path):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 16}
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, initializer_range=0.3)).eval()
-    theirs.save_pretrained(tmp_path / "gpt2")
-    error = refusal(PROGRAM, "gpt2", "convert.folder=models/gpt2", cwd=tmp_path)
-    assert error == "gpt2: no tokenizer.json; give convert.tokenizer=FOLDER"
-    write_gpt2(tmp_path / "gpt2")
-    read, _ = run(PROGRAM, "gpt2", "convert.folder=models/gpt2", cwd=tmp_path).splitlines()
-    assert read.startswith("gpt2: 2 layers, softmax attention; width 8, 2 heads, vocabulary 50,257, 16 positions; ")
-    for folder in ("models/gpt2", "gpt2"):
-        assert_close(logits(tost_lm.load(tmp_path / folder)), logits(theirs), FLOAT32_REORDERED)
-        tokenizer = tost_lm.load_tokenizer(tmp_path / folder)
-        assert (tokenizer.encode("Hello world"), tokenizer.eot, tokenizer.vocab_size) == ([15496, 995], 50256, 50257)
-    card = (tmp_path / "models/gpt2/README.md").read_text()
-    assert "| converted from | gpt2, GPT-2 of the Hugging Face library |" in card
-    assert f"SHA-256 of model.safetensors | {sha256_file(tmp_path / 'gpt2/model.safetensors')} |" in card
 
 
 def test_weights_alone_are_no_branch(workplace: Path):

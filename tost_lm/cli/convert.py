@@ -1,12 +1,11 @@
 """Convert models of the released code and of the Hugging Face library to model folders, and models to that library.
 
     tost convert ckpt.pt convert.folder=models/tost convert.tokenizer=gpt2
-    tost convert gpt2 convert.folder=models/gpt2
     tost convert Olmo-Hybrid-7B convert.folder=models/olmo
     tost convert runs/longer convert.folder=models/longer convert.to=olmo-hybrid convert.like=Olmo-Hybrid-7B
 
 The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, or a folder of the Hugging
-Face library with GPT-2 or a form of convert.to. The result is a model folder, which every program reads. Its
+Face library with a form of convert.to. The result is a model folder, which every program reads. Its
 model card, README.md, names the source. Logits stay the same up to rounding. A checkpoint that would run code is
 refused. Source and result may be at URLs.
 

@@ -83,15 +83,16 @@ def foreign_format(source: Path) -> ForeignFormat | None:
     Raises:
         CheckpointError: no format has the `model_type` of the folder, or it has adapters.
     """
-    is_file = source.is_file()
+    if source.is_file():
+        return import_module("tost_lm.interop.authors").FORMAT
     if (source / ADAPTER).is_file():
         raise CheckpointError(f"{source / ADAPTER}: {FOREIGN_FOLDERS[ADAPTER]}")
-    if not is_file and (not (source / CONFIG).is_file() or (source / MANIFEST).is_file()):
+    if not (source / CONFIG).is_file() or (source / MANIFEST).is_file():
         return None
-    kind = None if is_file else read_settings(source).get("model_type", "gpt2")
+    kind = read_settings(source).get("model_type")
     formats = [import_module(f"tost_lm.interop.{name}").FORMAT for name in MODULES]
-    if found := [one for one in formats if (kind in one.model_types if kind else not one.model_types)]:
-        return found[0]
+    if found := next((one for one in formats if kind in one.model_types), None):
+        return found
     if elsewhere := OTHER_TOOLS.get(str(kind)):
         what, tool = elsewhere
         raise CheckpointError(f"{source / CONFIG}: unsupported model_type: {kind!r} ({what}); train it with {tool}")

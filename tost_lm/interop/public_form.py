@@ -63,12 +63,12 @@ UNLIMITED = 1 << 20
 """Positions of a trained model without rotary embeddings. It reads any length, but other tools refuse longer texts, and
 some reserve memory for as many tokens."""
 
-IGNORED = re.compile(r"^mtp\.|^model\.visual\.|\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
+IGNORED = re.compile(r"^mtp\.|^model\.visual\.|rotary_emb\.inv_freq$")
 """In files, weights of other parts than the text part, and constants."""
 OTHER_PARTS = {"model.visual.": "images", "mtp.": "mtp (several tokens at once)"}
 """By the beginning of their weights' names in files, parts that are not read."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 """The beginning of the library's name of a layer's weight."""
 STALE = """
 Only its text part is new: the weights of images, and `mtp.*`, which predict several tokens, are as in {}, hence stale.
@@ -109,8 +109,6 @@ class PublicForm:
     """Whether the rotary embedding may rotate a part of each head."""
     without_rotary: dict[str, Any] | None = None
     """Their settings of the rotary embedding for none; None: each model has one."""
-    prefix: str = "model."
-    """Before all names of the library's model but the head's; old files leave it out."""
     renamed: dict[str, str] = field(default_factory=dict)
     """Parts of names in files, and what the library's model has in their place."""
 
@@ -318,7 +316,7 @@ class PublicForm:
         """The library's name of a weight in a file."""
         for part, theirs in self.renamed.items():
             name = name.replace(part, theirs)
-        return name if name.startswith((self.prefix, HEAD)) else self.prefix + name
+        return name
 
     def _with_more_parts(self, like: Path | None) -> Path | None:
         """The folder `like` if its model has more parts."""
