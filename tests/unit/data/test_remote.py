@@ -394,7 +394,8 @@ def test_a_dataset_of_the_hub_is_read_at_its_branch(tmp_path: Path, monkeypatch:
             yield RepoFolder(**facts) if path.is_dir() else RepoFile(**facts, size=path.stat().st_size)
 
     def opened(system: HfFileSystem, path: str, *_: Any, **__: Any) -> Any:
-        return (tmp_path / system.resolve_path(path).path_in_repo).open("rb")
+        resolved: Any = system.resolve_path(path)
+        return (tmp_path / resolved.path_in_repo).open("rb")
 
     monkeypatch.setattr(HfApi, "repo_info", lambda *_, **__: None)
     monkeypatch.setattr(HfApi, "list_repo_tree", listed)
