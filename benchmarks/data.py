@@ -83,7 +83,7 @@ class BuildConfig(Section):
     megabytes: int = Field(default=100, gt=0)
     """Size of the text [MB]."""
     gpt2: Path | None = None
-    """Folder with GPT-2's tokenizer.json and tokenizer_config.json; without it its tokenizer is not measured."""
+    """Folder of GPT-2's tokenizer, as of the Hugging Face hub; without it GPT-2's tokenizer is not measured."""
     vocab_size: int = Field(default=4096, ge=300)
     """Vocabulary size of the tokenizers that are trained on the source."""
     workers: int | None = Field(default=None, gt=0)

@@ -59,7 +59,7 @@ class BenchConfig(measure.DeviceConfig):
     """Examples, rounds and tokenizer."""
 
     gpt2: Path
-    """Folder with GPT-2's encoder.json and vocab.bpe."""
+    """Folder of GPT-2's tokenizer, as of the Hugging Face hub."""
     passages: int = Field(default=60, gt=0)
     """Passages of LAMBADA."""
     pages: int = Field(default=2, gt=0)
