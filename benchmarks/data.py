@@ -1,7 +1,7 @@
 """Throughput of tokenizing a corpus, compared with other tokenizers, and of the loader.
 
     python -m benchmarks.data
-    python -m benchmarks.data build.gpt2=gpt2_bpe build.source='books/*.jsonl.gz'
+    python -m benchmarks.data build.gpt2=gpt2 build.source='books/*.jsonl.gz'
 
 Tokenizing, with build.workers processes: build_shards from nothing to the finished folder; as many bare processes,
 which hold the texts in memory, encode them and keep nothing; the same with our call around; datasets.map followed by
@@ -83,7 +83,7 @@ class BuildConfig(Section):
     megabytes: int = Field(default=100, gt=0)
     """Size of the text [MB]."""
     gpt2: Path | None = None
-    """Folder with GPT-2's encoder.json and vocab.bpe; without it GPT-2's tokenizer is not measured."""
+    """Folder of GPT-2's tokenizer, as of the Hugging Face hub; without it GPT-2's tokenizer is not measured."""
     vocab_size: int = Field(default=4096, ge=300)
     """Vocabulary size of the tokenizers that are trained on the source."""
     workers: int | None = Field(default=None, gt=0)
@@ -142,7 +142,7 @@ def build_cells(build: BuildConfig, folder: Path) -> list[dict[str, Any]]:
     model = folder / "tokenizer.model"
     kinds: dict[str, dict[str, Any]] = {"SentencePiece": train(build.source, build.vocab_size, model)}
     if build.gpt2:
-        kinds["GPT-2"] = {"kind": "gpt2", "path": str(build.gpt2)}
+        kinds["GPT-2"] = {"path": str(build.gpt2)}
     for name, kind in BYTE_LEVEL.items():
         path = folder / f"{name}.json"
         kinds[name] = train_byte_level(build.source, build.vocab_size, path, **kind)
@@ -300,7 +300,7 @@ def train_byte_level(
     pipeline.add_special_tokens([EOT])
     pipeline.add_tokens([hf.AddedToken(name, normalized=False) for name in ("<think>", "</think>")])
     pipeline.save(str(path))
-    return {"kind": "hf", "path": str(path), "eot_token": EOT}
+    return {"path": str(path), "eot_token": EOT}
 
 
 def same_bytes(config: DataPrepConfig, library: HfTokenizer) -> None:
@@ -388,7 +388,7 @@ def datasets_map(corpus: Path, tokenizer_file: Path, workers: int) -> float:
 
 
 def _source_texts(source: str) -> list[str]:
-    config = data_config(source, {"kind": "gpt2"}, Path("unused"), 1).corpus
+    config = data_config(source, {"path": "unused"}, Path("unused"), 1).corpus
     return [row.text for block in read_blocks(config) for row in parse(block, config) if isinstance(row, Document)]
 
 

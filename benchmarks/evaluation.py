@@ -1,6 +1,6 @@
 """Time of zero-shot scoring, compared with one model call per request, and with lm-evaluation-harness.
 
-    python -m benchmarks.evaluation bench.gpt2=gpt2_bpe sets.lambada_openai=lambada_test.jsonl \\
+    python -m benchmarks.evaluation bench.gpt2=gpt2 sets.lambada_openai=lambada_test.jsonl \\
       sets.wikitext2=wiki.test.raw
 
 The first passages of LAMBADA (lambada_openai@lm-eval) and the first pages of WikiText-2 (wikitext2@lm-eval), from text
@@ -27,7 +27,7 @@ from benchmarks.measure import interleaved_seconds
 from tost_lm.command_line import run_program
 from tost_lm.config import Section
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
+from tost_lm.data.tokenizers.hf import hf_tokenizer
 from tost_lm.inference.generation import LanguageModel
 from tost_lm.inference.likelihood import BATCH_TOKENS, score_requests
 from tost_lm.inference.requests import Request
@@ -59,7 +59,7 @@ class BenchConfig(measure.DeviceConfig):
     """Examples, rounds and tokenizer."""
 
     gpt2: Path
-    """Folder with GPT-2's encoder.json and vocab.bpe."""
+    """Folder of GPT-2's tokenizer, as of the Hugging Face hub."""
     passages: int = Field(default=60, gt=0)
     """Passages of LAMBADA."""
     pages: int = Field(default=2, gt=0)
@@ -144,7 +144,10 @@ def tost(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
     """Our scorer beside one call per request with all logits."""
     torch.manual_seed(0)
     config = ModelConfig.model_validate({**shape, "pattern": "T", "vocab_size": VOCAB_SIZE})
-    model, tokenizer = TostLM(config).to(device).eval(), gpt2_tokenizer(Path(call["gpt2"]))
+    model, tokenizer = (
+        TostLM(config).to(device).eval(),
+        hf_tokenizer(Path(call["gpt2"]) / "tokenizer.json", "<|endoftext|>", "none"),
+    )
     requests = _requests(tokenizer, config.max_positions, **call)
     nats: dict[str, np.ndarray] = {}
 
@@ -174,8 +177,7 @@ def gpt2(device: str, shape: dict[str, int], **call: Any) -> dict[str, Any]:
     settings = GPT2Config(n_layer=shape["layers"], n_head=shape["heads"], n_embd=shape["width"], n_positions=positions)
     model: Any = GPT2LMHeadModel(settings)
     model.to(device).eval()
-    folder = Path(call["gpt2"])
-    theirs: Any = GPT2Tokenizer(vocab=str(folder / "encoder.json"), merges=str(folder / "vocab.bpe"))
+    theirs: Any = GPT2Tokenizer.from_pretrained(call["gpt2"])
     ours, tokenizer = HuggingFaceLM(model), HuggingFaceTokenizer(theirs, "")
     requests = _requests(tokenizer, positions, **call)
     longest = max(request.inputs for request in requests)

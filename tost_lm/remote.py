@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, TextIO
 import xxhash
 
 from tost_lm.errors import StorageError, TostError, first_line, install_hint
-from tost_lm.files import open_lock, publish_folder, regular_file, sha256_bytes, write_atomically, xxh3_file
-from tost_lm.redaction import redact_text
+from tost_lm.files import open_lock, publish_folder, regular_file, sha256_bytes
+from tost_lm.redaction import redact_urls
 
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "file": "fsspec", "memory": "fsspec"}
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "file": "fsspec", "memory": "fsspec"}
 """The schemes of URLs, and the package that reads each."""
 FETCHED_AT_ONCE = 64
 """Blocks that are fetched concurrently, and are in memory meanwhile."""
@@ -62,7 +62,7 @@ def list_files(url: Path, *, deep: bool = False) -> dict[str, RemoteFile]:
     Raises:
         StorageError: the storage cannot be reached, or refuses.
     """
-    tags = ("ETag", "etag", "mtime", "LastModified", "updated", "created")
+    tags = ("ETag", "etag", "mtime", "LastModified", "updated", "created", "blob_id")
     with _explained(url):
         system, root = _open_system(url)
         found = sorted(_walk(system, root, deep), key=lambda info: info["name"])
@@ -86,7 +86,7 @@ def glob_files(url: RemotePath) -> dict[str, RemoteFile]:
 def _walk(system: Any, root: str, deep: bool) -> Iterator[dict[str, Any]]:
     """Facts about each file. fsspec's `find` and `glob` leave out folders that cannot be listed."""
     try:
-        found = system.ls(root, detail=True)
+        found = system.ls(root, detail=True, refresh=True)  # that of the hub keeps listings
     except (FileNotFoundError, NotADirectoryError):
         return
     for info in found:
@@ -133,8 +133,7 @@ def open_file(path: Path) -> io.RawIOBase:
 def local_copy(
     path: Path, verify: Callable[[Path], object] = lambda copy: None, wanted: Callable[[str], bool] = lambda name: True
 ) -> Path:
-    """A local path itself; of a URL, a copy of the file or folder in the cache, which stays while this process runs. An
-    earlier copy that has changed since is fetched again.
+    """A local path itself; of a URL, a copy of the file or folder in the cache, which stays while this process runs.
 
     Args:
         verify: raises TostError if a new copy is damaged.
@@ -150,28 +149,14 @@ def local_copy(
     folder = path.parent if is_file else path
     identity = sha256_bytes(json.dumps([[str(file.url), *file[1:]] for file in files.values()]).encode())[:32]
     home = cache_folder() / "copies" / identity
-    copy, hashes = home / (folder.name or "files"), home / ".xxh3.json"
-
-    def keep(new: Path) -> None:
-        verify(new)
-        write_atomically(hashes, json.dumps(_hashes(new)))
-
-    def is_intact(copy: Path) -> bool:
-        with suppress(OSError, ValueError):
-            return json.loads(hashes.read_bytes()) == _hashes(copy)
-        return False
-
+    copy = home / (folder.name or "files")
     _hold(home)
-    if not is_intact(copy):
+    if not copy.exists():
         kept = {name: file for name, file in files.items() if wanted(name)}
         _make_room(sum(file.size for file in kept.values()))
-        fetch_folder(folder, copy, keep, files=kept, is_there=is_intact)
+        fetch_folder(folder, copy, verify, files=kept)
     os.utime(home)
     return copy / path.name if is_file else copy
-
-
-def _hashes(folder: Path) -> dict[str, str]:
-    return {path.name: xxh3_file(path) for path in folder.iterdir()}
 
 
 def fetch_folder(
@@ -442,7 +427,7 @@ def _explained(url: Path) -> Iterator[None]:
         raise StorageError(f"{url}: the package {package} is not installed; {install_hint('remote')}") from None
     except Exception as error:
         missing = isinstance(error, FileNotFoundError)
-        problem = "no such file or folder" if missing else redact_text(first_line(error))
+        problem = "no such file or folder" if missing else redact_urls(first_line(error))
         raise StorageError(
             f"{url}: {problem}; check the URL, the credentials and the network, then run the same command again"
         ) from None

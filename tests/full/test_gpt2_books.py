@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from shared_data import GPT2_BPE, SHARED, needs_shared
+from shared_data import SHARED, gpt2_tokenizer, needs_shared
 
 from tost_lm.data.tokenizers import HfTokenizer, Tokenizer
 from tost_lm.data.tokenizers.fast import TiktokenTokenizer
-from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 
 # SHA-256 of the uint16 ids that tiktoken 0.14.0 gives for the texts of each file.
 IDS = {
@@ -29,7 +28,7 @@ IDS = {
 def test_books_have_the_ids_of_openais_implementation_and_come_back(
     name: str, implementation: Callable[[HfTokenizer], Tokenizer]
 ):
-    tokenizer, digest = implementation(gpt2_tokenizer(GPT2_BPE)), hashlib.sha256()
+    tokenizer, digest = implementation(gpt2_tokenizer()), hashlib.sha256()
     with gzip.open(SHARED / "books" / name, "rt", encoding="utf-8") as file:
         for row in map(json.loads, file):
             ids = tokenizer.encode_array(row["text"])

@@ -22,10 +22,9 @@ import torch
 from forked import CHECKOUT, free_port
 from programs import run
 from server_names import read_by_vllm, written
-from shared_data import GPT2_BPE, needs_shared
+from shared_data import needs_shared, write_gpt2
 
 import tost_lm
-from tost_lm.data.tokenizers.gpt2 import EOT
 from tost_lm.testing import assert_as_accurate
 from tost_lm.version import git_commit
 
@@ -242,11 +241,11 @@ def test_llama_cpp_continues_texts(servers: Path, place: Path, record: Callable[
 @needs_shared
 def test_llama_cpp_knows_a_public_tokenizer(servers: Path, place: Path, record: Callable[..., None]):
     """Small models, since GPT-2's vocabulary is large. Texts begin with the end-of-text token by hand."""
-    words = ["corpus.source=texts", "corpus.valid_fraction=0.5", "shards.folder=gpt2", "tokenizer.kind=gpt2"]
+    words = ["corpus.source=texts", "corpus.valid_fraction=0.5", "shards.folder=gpt2"]
     (place / "texts").mkdir()
     for page in ("README.md", "CHANGELOG.md", "docs/training.md", "docs/plan.md"):
         (place / "texts" / Path(page).with_suffix(".txt").name).write_text((CHECKOUT / page).read_text())
-    run("tost prepare shards", *words, f"tokenizer.path={GPT2_BPE}", cwd=place)
+    run("tost prepare shards", *words, f"tokenizer.path={write_gpt2(place / 'tokenizer')}", cwd=place)
     small = [  # trained to write whole characters: llama.cpp keeps back the bytes of others
         "model.heads=1", "model.width=64", "model.softmax.kv_heads=1", "model.vocab_size=50304", "data.folder=gpt2",
         "train.steps=20", "train.seq_len=64", "optim.lr=1e-2", "validation.sequences=1",
@@ -256,7 +255,9 @@ def test_llama_cpp_knows_a_public_tokenizer(servers: Path, place: Path, record: 
         run("tost train", "empty.toml", *SETTINGS, *FORMS[form], *small, f"run.name=gpt2_{form}", cwd=place)
         run("tost convert", f"runs/gpt2_{form}", f"convert.folder=gpt2_{form}", f"convert.to={form}", cwd=place)
         files.append(to_gguf(servers, place, f"gpt2_{form}", "convert_hf_to_gguf", options))
-    found = in_servers(servers, place, "llama.cpp", files=files, prompts=[EOT + x for x in PROMPTS], tokens=TOKENS)
+    found = in_servers(
+        servers, place, "llama.cpp", files=files, prompts=["<|endoftext|>" + x for x in PROMPTS], tokens=TOKENS
+    )
     for form, answers in zip(KNOWN, found, strict=True):
         reference = Reference.of(place / f"runs/gpt2_{form}")
         same = compare(reference, answers, torch.float32, f"llama.cpp, {form}, GPT-2's tokenizer")

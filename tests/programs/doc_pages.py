@@ -77,7 +77,7 @@ class Block(NamedTuple):
     @property
     def missing(self) -> str | None:
         """Why the block cannot run here."""
-        if "gpt2_bpe" in self.text and not GPT2_BPE.is_dir():
+        if re.search("(path|tokenizer)=gpt2", self.text) and not GPT2_BPE.is_dir():
             return MISSING
         return None
 

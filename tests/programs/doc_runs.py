@@ -24,7 +24,7 @@ from doc_pages import FIRST, MINUTES_S, QUICK, RECIPES, Block, blocks_of, with_w
 from forked import CHECKOUT, ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port
 from public_models import qwen3_5, write_olmo_hybrid, write_with_images
 from released_code import to_released
-from shared_data import GPT2_BPE
+from shared_data import GPT2_BPE, write_gpt2
 
 from tost_lm.config import find_recipe, load_config, read_toml, validate
 from tost_lm.errors import TostError
@@ -63,11 +63,11 @@ class Pages:
             if re.search("runs/(base|long)", "".join(block.text for block in blocks_of(page))):
                 self._folders[page].train_base()
             if any(
-                re.search("tost convert (gpt2|ckpt.pt)", block.text)
+                re.search("tost convert ckpt.pt", block.text)
                 for block in blocks_of(page)
                 if block in QUICK and not block.missing
             ):
-                write_models_of_others(folder)
+                write_released(folder)
             if any("tost convert Olmo-Hybrid-7B" in block.text for block in blocks_of(page)):
                 write_olmo_hybrid(folder / "Olmo-Hybrid-7B")
             if any("tost convert Qwen3.5-4B" in block.text for block in blocks_of(page)):
@@ -238,11 +238,8 @@ SENTENCES = (
 )
 
 
-def write_models_of_others(folder: Path) -> None:
-    """Write small models as the pages name them: gpt2 of the Hugging Face library, ckpt.pt of the released code."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=64)).save_pretrained(folder / "gpt2")
+def write_released(folder: Path) -> None:
+    """Write a small ckpt.pt of the released code, as the pages name it."""
     sizes = {"preset": "tost-base", "layers": 1, "heads": 2, "width": 8, "max_positions": 64}
     model = TostLM(validate(ModelConfig, sizes, "test"))
     torch.save(to_released(model, iterations=600_000), folder / "ckpt.pt")
@@ -266,4 +263,4 @@ def write_files(folder: Path) -> None:
             for book in range(30):
                 shelf.write(json.dumps({"text": f"Book {number}.{book}. {text}"}) + "\n")
     if GPT2_BPE.is_dir():
-        (folder / "gpt2_bpe").symlink_to(GPT2_BPE)
+        write_gpt2(folder / "gpt2")

@@ -1,4 +1,4 @@
-"""`tost convert` as a user runs it: the released code's checkpoints, GPT-2, and refused sources."""
+"""`tost convert` as a user runs it: the released code's checkpoints, and refused sources."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from hf_tokenizers import byte_level, made
 from programs import refusal, run, snapshot
 from released_code import to_released
-from shared_data import GPT2_BPE, needs_shared
+from shared_data import needs_shared, write_gpt2
 
 import tost_lm
 from tost_lm.checkpointing.format import write_checkpoint
@@ -16,7 +16,6 @@ from tost_lm.config import validate
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.files import sha256_file
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.testing import FLOAT32_REORDERED, assert_close
 
 PROGRAM = "tost convert"
 SIZES = {"layers": 2, "heads": 2, "width": 8, "max_positions": 16}
@@ -40,7 +39,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def test_a_ckpt_becomes_a_model_folder(tmp_path: Path):
     model = make_model(vocab_size=50304)
     torch.save(to_released(model, 600000), tmp_path / "ckpt.pt")
-    words = ["ckpt.pt", "convert.folder=models/tost", f"convert.tokenizer={GPT2_BPE}"]
+    words = ["ckpt.pt", "convert.folder=models/tost", f"convert.tokenizer={write_gpt2(tmp_path / 'gpt2')}"]
     assert torch.equal(logits(tost_lm.load(tmp_path / "ckpt.pt")), logits(model))
     read, written = run(PROGRAM, *words, cwd=tmp_path).splitlines()
     assert read.startswith(
@@ -61,28 +60,6 @@ def test_a_ckpt_becomes_a_model_folder(tmp_path: Path):
     assert snapshot(tmp_path / "models") == before
 
 
-@needs_shared
-def test_gpt2_keeps_its_tokenizer(tmp_path: Path):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 16}
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, initializer_range=0.3)).eval()
-    theirs.save_pretrained(tmp_path / "gpt2")
-    error = refusal(PROGRAM, "gpt2", "convert.folder=models/gpt2", cwd=tmp_path)
-    assert error == "gpt2: no tokenizer.json; give convert.tokenizer=FOLDER"
-    paths = {"vocab": GPT2_BPE / "encoder.json", "merges": GPT2_BPE / "vocab.bpe"}
-    published = transformers.GPT2Tokenizer(**{name: str(path) for name, path in paths.items()})
-    published.save_pretrained(tmp_path / "gpt2")
-    read, _ = run(PROGRAM, "gpt2", "convert.folder=models/gpt2", cwd=tmp_path).splitlines()
-    assert read.startswith("gpt2: 2 layers, softmax attention; width 8, 2 heads, vocabulary 50,257, 16 positions; ")
-    for folder in ("models/gpt2", "gpt2"):
-        assert_close(logits(tost_lm.load(tmp_path / folder)), logits(theirs), FLOAT32_REORDERED)
-        tokenizer = tost_lm.load_tokenizer(tmp_path / folder)
-        assert (tokenizer.encode("Hello world"), tokenizer.eot, tokenizer.vocab_size) == ([15496, 995], 50256, 50257)
-    card = (tmp_path / "models/gpt2/README.md").read_text()
-    assert "| converted from | gpt2, GPT-2 of the Hugging Face library |" in card
-    assert f"SHA-256 of model.safetensors | {sha256_file(tmp_path / 'gpt2/model.safetensors')} |" in card
-
-
 def test_weights_alone_are_no_branch(workplace: Path):
     settings = ["run.toml", "train.steps=2", "model.layer_scale=1e-5"]
     run("tost train", *settings, cwd=workplace)
@@ -99,8 +76,6 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     write_checkpoint(tmp_path / "ours", model.config, model.state_dict(), made(byte_level()))
     (tmp_path / "experts").mkdir()
     (tmp_path / "experts/config.json").write_text('{"model_type": "qwen3_5_moe"}')
-    (tmp_path / "bpe").mkdir()
-    (tmp_path / "bpe/vocab.bpe").touch()
     before = snapshot(tmp_path)
     neither = "not a ckpt.pt and no folder of the Hugging Face library, with config.json; give one of these"
     problems = {
@@ -113,13 +88,10 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     for source, problem in problems.items():
         path = source.removesuffix("/config.json")
         assert refusal(PROGRAM, path, "convert.folder=models/new", cwd=tmp_path) == f"{source}: {problem}"
-    tokenizers = {
-        "nowhere": "convert.tokenizer nowhere: no tokenizer; give a folder with encoder.json and vocab.bpe (GPT-2) or ",
-        "bpe": "convert.tokenizer bpe: encoder.json cannot be read: No such file or directory; ",
-    }
-    for folder, problem in tokenizers.items():
-        words = ["small.pt", "convert.folder=models/new", f"convert.tokenizer={folder}"]
-        assert refusal(PROGRAM, *words, cwd=tmp_path).startswith(problem)
+    words = ["small.pt", "convert.folder=models/new"]
+    printed = refusal(PROGRAM, *words, "convert.tokenizer=nowhere", cwd=tmp_path)
+    assert printed.startswith("convert.tokenizer nowhere: no tokenizer; give a folder with tokenizer.json or one of ")
+    assert refusal(PROGRAM, *words, cwd=tmp_path) == "small.pt: no tokenizer.json; give convert.tokenizer=FOLDER"
     with pytest.raises(DataError, match=r"small\.pt: no tokenizer; make a model folder with tost convert"):
         tost_lm.load_tokenizer(tmp_path / "small.pt")
     with pytest.raises(CheckpointError, match="nowhere: no such folder"):

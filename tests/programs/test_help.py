@@ -31,7 +31,7 @@ PATHS = {
     "tost train": ["configs/pretrain/demo.toml"],
     "tost eval": ["runs/some", "configs/eval/suite_demo.toml"],
     "tost convert": ["ckpt.pt", "convert.folder=x"],
-    "python -m benchmarks.evaluation": ["bench.gpt2=gpt2_bpe"],
+    "python -m benchmarks.evaluation": ["bench.gpt2=gpt2"],
 }
 HEAVY = {"torch", "sentencepiece", "megatron", "deepspeed", "datasets", "wandb", "matplotlib"}
 

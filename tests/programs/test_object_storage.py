@@ -163,15 +163,6 @@ def test_models_are_read_from_urls_and_written_to_them(workplace: Path, storage:
         for model in (local, at_url, f"{storage}/models/back")
     ]
     assert len({*texts}) == 1
-    for copy in workplace.glob("cache/copies/*/*"):
-        for shard in copy.glob("model-*"):  # a flipped byte on the disk of the cache
-            data = bytearray(shard.read_bytes())
-            data[-1] ^= 1
-            shard.write_bytes(data)
-    for model, text in zip((at_url, f"{storage}/models/back"), texts[1:], strict=True):
-        said = run("tost generate", model, "x = ", "sample.tokens=8", "sample.seed=1", cwd=workplace, **cache)
-        assert "skipped checkpoint" not in said
-        assert said.partition("\nstate after")[0] == text
     refused = refusal("tost convert", at_url, f"convert.folder={storage}/models/back", cwd=workplace, **cache)
     assert refused == f"{storage}/models/back: exists already; give another convert.folder"
 

@@ -60,7 +60,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         printed = run_here("tost convert", name, f"convert.folder=models/{name}", cwd=folder)
         kinds = "pattern DDDA: D gated delta rule, linear in time, A softmax attention; "
         assert printed.startswith(f"{name}: 4 layers, {kinds}")
-    words = ["corpus.source=texts", "corpus.valid_fraction=0.2", "shards.folder=shards", "tokenizer.kind=hf"]
+    words = ["corpus.source=texts", "corpus.valid_fraction=0.2", "shards.folder=shards"]
     words += ["tokenizer.path=Olmo/tokenizer.json", "tokenizer.eot_token=<|endoftext|>"]
     run_here("tost prepare shards", *words, cwd=folder)
     return folder
@@ -143,7 +143,7 @@ def test_mistakes_are_named(workplace: Path, tmp_path: Path):
     write_olmo_hybrid(tmp_path / "Olmo")
     (tmp_path / "Olmo/tokenizer.json").write_text("{")
     printed = refusal_here("tost convert", "Olmo", "convert.folder=new", cwd=tmp_path)
-    assert printed.startswith("Olmo/tokenizer.json: damaged: ")
+    assert printed.startswith("tokenizer.path Olmo: damaged: not a tokenizer.json")
     byte_level(normalizer=normalizers.Replace("ß", "")).save(str(tmp_path / "Olmo/tokenizer.json"))
     printed = refusal_here("tost convert", "Olmo", "convert.folder=new", cwd=tmp_path)
     assert "Olmo/tokenizer.json: the tokenizer is not lossless: it decodes " in printed

@@ -50,14 +50,14 @@ print(tost_lm.__file__)
 WITHOUT = """
 import json
 from pathlib import Path
-from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
+from tost_lm.data.tokenizers.hf import HfTokenizer
 from tost_lm.errors import TostError
 from tost_lm.inference.hugging_face import find_evaluated
 from tost_lm.report import write_report
 errors = []
 for call in (
     lambda: find_evaluated(Path("hub:someone/model")),
-    lambda: gpt2_tokenizer(None),
+    lambda: HfTokenizer(b'{"eot_token": "", "tokenizer": "{}"}'),
     lambda: write_report(Path("run")),
 ):
     try:

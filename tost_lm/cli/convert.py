@@ -1,12 +1,11 @@
 """Convert models of the released code and of the Hugging Face library to model folders, and models to that library.
 
-    tost convert ckpt.pt convert.folder=models/tost convert.tokenizer=gpt2_bpe
-    tost convert gpt2 convert.folder=models/gpt2
+    tost convert ckpt.pt convert.folder=models/tost convert.tokenizer=gpt2
     tost convert Olmo-Hybrid-7B convert.folder=models/olmo
     tost convert runs/longer convert.folder=models/longer convert.to=olmo-hybrid convert.like=Olmo-Hybrid-7B
 
 The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, or a folder of the Hugging
-Face library with GPT-2 or a form of convert.to. The result is a model folder, which every program reads. Its
+Face library with a form of convert.to. The result is a model folder, which every program reads. Its
 model card, README.md, names the source. Logits stay the same up to rounding. A checkpoint that would run code is
 refused. Source and result may be at URLs.
 
@@ -45,7 +44,7 @@ class ConversionConfig(Section):
     like: Annotated[Path | None, TAKES_URLS] = None
     """Folder of the Hugging Face library whose tokenizer the model has, and whose other files and settings are kept."""
     tokenizer: Annotated[Path | None, TAKES_URLS] = None
-    """Folder with encoder.json and vocab.bpe, or tokenizer.model; default: the source's, or GPT-2's for a ckpt.pt."""
+    """Folder with tokenizer.json or tokenizer.model; default: the source, which is no folder if it is a ckpt.pt."""
 
     @model_validator(mode="after")
     def _target_fits_source(self) -> "ConversionConfig":
@@ -87,7 +86,6 @@ def main(path: Path, config: ConvertConfig) -> None:
 def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[str]:
     """`named` is the source in the record."""
     from tost_lm.checkpointing.format import CARD, CONVERSION, write_checkpoint
-    from tost_lm.data.tokenizers.gpt2 import VOCAB_SIZE, gpt2_tokenizer
     from tost_lm.inference.foreign_folder import CONFIG, weight_files
     from tost_lm.inference.hugging_face import print_only_errors
     from tost_lm.interop.card import model_card
@@ -103,17 +101,10 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
         print_only_errors()
     found = foreign.read(source)
     config, weights = found.config, found.weights
-    if conversion.tokenizer:
-        tokenizer = read_tokenizer_folder(conversion.tokenizer)
-    else:
-        tokenizer = foreign.read_tokenizer(source)
-        if tokenizer is None and source.is_dir():
-            raise ConfigError(f"{source}: no tokenizer.json; give convert.tokenizer=FOLDER")
-        if tokenizer is None and config.vocab_size < VOCAB_SIZE:
-            raise ConfigError(
-                f"{source}: its vocabulary is not GPT-2's: {config.vocab_size} ids; give convert.tokenizer=FOLDER"
-            )
-        tokenizer = tokenizer or gpt2_tokenizer(None, "convert.tokenizer")
+    given = conversion.tokenizer
+    tokenizer = read_tokenizer_folder(given) if given else foreign.read_tokenizer(source)
+    if tokenizer is None:
+        raise ConfigError(f"{source}: no tokenizer.json; give convert.tokenizer=FOLDER")
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"{source}: its vocabulary of {config.vocab_size} ids is smaller than the tokenizer's: "

@@ -1,22 +1,23 @@
-"""SentencePiece's training, in a process of its own, which starts fast because it imports nothing else."""
+"""SentencePiece's training, as a program of its own, which `training.train_sentencepiece` starts.
+
+It reads the texts from its input, a pickled list, and writes the model to its output, or the message of an error.
+"""
 
 import io
-from multiprocessing.connection import Connection
+import pickle
+import sys
 
-EOT_PIECE = "<|endoftext|>"
+import sentencepiece
 
 
-def train(texts: list[str], vocab_size: int, sender: Connection) -> None:
-    """Send the model of `training.train_sentencepiece`, or the message of an error."""
-    import sentencepiece  # --help answers without it
-
-    model = io.BytesIO()
+def main(vocab_size: int) -> None:
+    texts, model = pickle.load(sys.stdin.buffer), io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts),
             model_writer=model,
             vocab_size=vocab_size,
-            eos_piece=EOT_PIECE,
+            eos_piece="<|endoftext|>",
             model_type="bpe",
             byte_fallback=True,
             normalization_rule_name="identity",
@@ -36,6 +37,9 @@ def train(texts: list[str], vocab_size: int, sender: Connection) -> None:
             minloglevel=3,
         )
     except (RuntimeError, OSError) as error:
-        sender.send(str(error))
-    else:
-        sender.send(model.getvalue())
+        sys.exit(str(error))
+    sys.stdout.buffer.write(model.getvalue())
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

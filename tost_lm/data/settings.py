@@ -13,19 +13,11 @@ class CorpusConfig(Section):
     """The source of documents, the rows to keep, and the split."""
 
     source: Annotated[str, TAKES_URLS] = Field(min_length=1)
-    """`embedded` (the running Python's own documentation and sources); a file, a folder or a glob, also at a URL, of .txt, .md, .jsonl, .json, .parquet, .arrow files (text and JSON also as .gz, .zst); `hub:NAME` for a Hugging Face dataset; or token files of Megatron, by PREFIX of PREFIX.bin and PREFIX.idx or by a glob that ends in .idx."""
+    """`embedded` (the running Python's own documentation and sources); a file, a folder or a glob, also at a URL, of .txt, .md, .jsonl, .json, .parquet files (text and JSON also as .gz, .zst); of a Hugging Face dataset hf://datasets/NAME or its branch, hf://datasets/NAME@refs/convert/parquet; or token files of Megatron, by PREFIX of PREFIX.bin and PREFIX.idx or by a glob that ends in .idx."""
     text_field: str = "text"
-    """Field with the text of a document in JSON, Parquet, Arrow and hub datasets, or with messages. A row without it may have the field `messages`, or `prompt` and `completion`; then only answers count in the loss, and of these not what a chat template changes when others follow, as Qwen's removes their thinking."""
+    """Field with the text of a document in JSON and Parquet, or with messages. A row without it may have the field `messages`, or `prompt` and `completion`; then only answers count in the loss, and of these not what a chat template changes when others follow, as Qwen's removes their thinking."""
     text_documents: Literal["file", "line"] = "file"
     """A document of a plain text file (.txt, .md): the whole file, or each line."""
-    hub_subset: str | None = None
-    """Hub dataset: name of its configuration, for example `en`."""
-    hub_revision: str | None = None
-    """Hub dataset: branch, tag or commit; `refs/convert/parquet` for a dataset with a loading script."""
-    hub_split: str = "train"
-    """Hub dataset: the split to read."""
-    hub_streaming: bool = True
-    """Hub dataset: stream rows over the network, or download the dataset first."""
     normalization: Literal["none", "NFC", "NFKC"] = "none"
     """Unicode normalization of every text, before any other step."""
     min_characters: int = Field(default=1, ge=1)
@@ -57,37 +49,30 @@ class CorpusConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """The tokenizer: SentencePiece BPE trained on the corpus, GPT-2's BPE, or a tokenizer.json."""
+    """The tokenizer: SentencePiece BPE trained on the corpus, or a tokenizer.json of the Hugging Face library."""
 
-    kind: Literal["sentencepiece", "gpt2", "hf"] = "sentencepiece"
-    """`gpt2` and `hf` (a tokenizer.json of the Hugging Face library) need no training, but the package tokenizers."""
-    path: Annotated[Path | None, TAKES_URLS] = None
-    """sentencepiece: the model file, which `tost prepare tokenizer` writes together with a .json record. gpt2: the folder of encoder.json and vocab.bpe; unset: download them. hf: the tokenizer.json, or its folder, which may have a chat template; a folder needs no `kind`. It may be at a URL."""
+    path: Annotated[Path, TAKES_URLS]
+    """The SentencePiece model, which `tost prepare tokenizer` writes together with a .json record; or a tokenizer.json, or its folder, which may have a chat template. It may be at a URL."""
     eot_token: str | None = None
-    """hf: the token that ends a document, for example `<|endoftext|>`; a tokenizer.json does not name it, but its folder does: the first `eos_token_id` of config.json, or `eos_token` of tokenizer_config.json."""
+    """The token that ends a document, for example `<|endoftext|>`; a tokenizer.json does not name it, but its folder does: the first `eos_token_id` of config.json, or `eos_token` of tokenizer_config.json."""
     vocab_size: int | None = Field(default=None, ge=300)
-    """sentencepiece: number of pieces in the vocabulary, including 256 byte pieces and two special pieces. Unset: use the model in `path`, whatever its training text."""
+    """Number of pieces in the vocabulary that is trained, including 256 byte pieces and two special pieces. Unset: use the model in `path`, whatever its training text."""
     sample_bytes: int = Field(default=1_000_000_000, gt=0)
-    """sentencepiece: train on a uniform sample of the documents of at most this many bytes of text (held in memory)."""
+    """Train on a uniform sample of the documents of at most this many bytes of text (held in memory)."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """sentencepiece: random seed of the sample."""
+    """Random seed of the sample."""
 
     @model_validator(mode="after")
-    def _check_kind(self) -> "TokenizerConfig":
-        if self.path is None and self.kind != "gpt2":
-            file = "a tokenizer.json" if self.kind == "hf" else "the SentencePiece model"
-            raise ValueError(f"tokenizer.path: not set; set it to {file}, or set tokenizer.kind=gpt2")
-        if self.path is not None and not self.path.name:
+    def _check_path(self) -> "TokenizerConfig":
+        if not self.path.name:
             raise ValueError(f"tokenizer.path {self.path}: not a file name; add one, for example tokenizer.model")
         if isinstance(self.path, RemotePath) and self.vocab_size:
             raise ValueError(
                 f"tokenizer.vocab_size {self.vocab_size}: the model at {self.path} is used as it is; set "
                 "tokenizer.vocab_size=none, or tokenizer.path to a local file to train one"
             )
-        unused = {"sentencepiece": ["eot_token"], "gpt2": ["eot_token", "vocab_size"], "hf": ["vocab_size"]}[self.kind]
-        for name in unused:
-            if getattr(self, name):
-                raise ValueError(f"tokenizer.{name}: tokenizer.kind {self.kind} does not use it; remove it")
+        if self.vocab_size and self.path.suffix == ".json":
+            raise ValueError(f"tokenizer.vocab_size {self.vocab_size}: {self.path.name} has its own; remove it")
         return self
 
 

@@ -20,7 +20,7 @@ from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from tost_lm.config import Section, read_toml, recipes
 from tost_lm.errors import DataError, first_problem
@@ -119,17 +119,6 @@ class Manifest(Section):
     dtype: Literal["uint16", "int32"]
     rows: RowsEntry
     splits: SplitsEntry
-
-    @model_validator(mode="after")
-    def _check_sizes(self) -> "Manifest":
-        if self.tokenizer.eot >= self.tokenizer.vocab_size:
-            raise ValueError("tokenizer.eot is not in the vocabulary")
-        for split in SPLITS:
-            for shard in getattr(self.splits, split).shards:
-                for item, hashes in ((ITEM_BYTES[self.dtype], shard.bin_xxh3), (1, shard.loss_mask_xxh3)):
-                    if hashes is not None and len(hashes) != -(-shard.tokens * item // HASH_BLOCK_BYTES):
-                        raise ValueError(f"{shard.name}: not one hash for each block of its tokens")
-        return self
 
 
 def _build_command(folder: Path) -> str:
@@ -245,21 +234,18 @@ def read_lengths(path: Path, entry: dict[str, Any]) -> "np.ndarray":
     """Tokens of each document, int32 [documents], from the .idx file of a shard's manifest entry.
 
     Raises:
-        DataError: its hash differs, or the lengths are not those of the shard's tokens.
+        DataError: its hash differs.
     """
     data = regular_file(path).read_bytes()
     if xxhash.xxh3_128_hexdigest(data) != entry["idx_xxh3"]:
         raise DataError(f"{path}: damaged, its hash differs from the manifest; {AGAIN}")
     first = entry["linked"]["first_document"] if "linked" in entry else 0
-    lengths = parse_index(path, data).lengths[first : first + entry["documents"]]
-    if len(lengths) != entry["documents"] or lengths.sum(dtype=np.int64) != entry["tokens"]:
-        raise DataError(f"{path}: its lengths are not those of {entry['tokens']:,} tokens; {AGAIN}")
-    return lengths
+    return parse_index(path, data).lengths[first : first + entry["documents"]]
 
 
 FRESH: dict[str, Any] = {"closed": [], "open": None}
-LENGTHS, TEXT_BYTES = "lengths", "text_bytes"
-"""Endings of the files with the tokens (int32) and bytes of text (int64) of each document, until they are needless."""
+LENGTHS = "lengths"
+"""Ending of the file with the tokens (int32) of each document, until its index is written."""
 
 
 class SplitWriter:
@@ -283,7 +269,6 @@ class SplitWriter:
             extents = {
                 "bin": shard["tokens"] * self._dtype.itemsize,
                 LENGTHS: shard["documents"] * 4,
-                TEXT_BYTES: shard["documents"] * 8,
                 **({LOSS_MASK: shard["tokens"]} if "counted" in shard else {}),
             }
             for ending, extent in extents.items():
@@ -305,7 +290,6 @@ class SplitWriter:
             count = min(int(np.searchsorted(ends, room)) + 1, len(lengths))  # up to the document that fills the shard
             self._files["bin"].write(tokens[: ends[count - 1]].astype(self._dtype, copy=False).tobytes())
             self._files[LENGTHS].write(lengths[:count].astype(np.int32).tobytes())
-            self._files[TEXT_BYTES].write(text_bytes[:count].astype(np.int64).tobytes())
             self._add_mask(shard, loss_mask[: ends[count - 1]])
             shard["documents"] += count
             shard["tokens"] += int(ends[count - 1])
@@ -351,7 +335,7 @@ class SplitWriter:
 
     def _begin_shard(self) -> dict[str, Any]:
         name = f"{self._split}_{len(self.closed):05d}"
-        self._files = {ending: self._path(name, ending).open("wb") for ending in ("bin", LENGTHS, TEXT_BYTES)}
+        self._files = {ending: self._path(name, ending).open("wb") for ending in ("bin", LENGTHS)}
         self._open = {"name": name, "documents": 0, "tokens": 0, "bytes": 0}
         return self._open
 

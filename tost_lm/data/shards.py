@@ -19,7 +19,6 @@ from tost_lm.data.shard_format import (
     HASH_BLOCK_BYTES,
     LOSS_MASK,
     SPLITS,
-    TEXT_BYTES,
     file_sizes,
     read_lengths,
     read_manifest,
@@ -96,8 +95,6 @@ class Shards:
         for split in splits or SPLITS:
             for entry in self.entries(split):
                 self.document_lengths(entry)
-                if "partition" in self.manifest["settings"]:
-                    self.text_bytes(entry)
             for shard in [*self.token_arrays(split), *self.loss_masks(split)]:
                 if isinstance(shard, TokenShard):
                     shard.verify()
@@ -113,21 +110,17 @@ class Shards:
 
     def token_arrays(self, split: str) -> "list[TokenShard]":
         """The tokens of each shard [tokens], of the manifest's dtype."""
-        return [self.tokens(entry) for entry in self.entries(split)]
-
-    def tokens(self, entry: dict[str, Any]) -> "TokenShard":
-        """The tokens of a shard [tokens], of the manifest's dtype."""
-        return TokenShard(self.folder, entry, self.manifest["dtype"], self.vocab_size)
+        dtype = self.manifest["dtype"]
+        return [TokenShard(self.folder, entry, dtype, self.vocab_size) for entry in self.entries(split)]
 
     def loss_masks(self, split: str) -> "list[TokenShard | np.ndarray]":
         """Whether each token of each shard counts in the loss, 1 or 0 [tokens]."""
-        return [self.loss_mask(entry) for entry in self.entries(split)]
-
-    def loss_mask(self, entry: dict[str, Any]) -> "TokenShard | np.ndarray":
-        """As `loss_masks`, of one shard."""
-        if f"{LOSS_MASK}_xxh3" in entry:
-            return TokenShard(self.folder, entry, "uint8", 2, LOSS_MASK)
-        return np.broadcast_to(np.uint8(1), entry["tokens"])
+        return [
+            TokenShard(self.folder, entry, "uint8", 2, LOSS_MASK)
+            if f"{LOSS_MASK}_xxh3" in entry
+            else np.broadcast_to(np.uint8(1), entry["tokens"])
+            for entry in self.entries(split)
+        ]
 
     def lengths(self, split: str) -> "list[np.ndarray]":
         """Tokens of each document of each shard, including its end-of-text id, int32 [documents].
@@ -136,15 +129,6 @@ class Shards:
             DataError: a damaged .idx file.
         """
         return [self.document_lengths(entry) for entry in self.entries(split)]
-
-    def text_bytes(self, entry: dict[str, Any]) -> "np.ndarray":
-        """Bytes of text of each document of a shard of a partition, int64 [documents]. Raises DataError if damaged."""
-        path = self._files / f"{entry['name']}.{TEXT_BYTES}"
-        _check_size(path, _size(path), entry["documents"] * 8)
-        sizes = np.fromfile(path, np.int64)
-        if sizes.min() < 0 or sizes.sum() != entry["bytes"]:
-            raise DataError(f"{path}: damaged, its sum differs from the manifest; {AGAIN}")
-        return sizes
 
     def documents(self, split: str, first: int = 0) -> "Iterator[np.ndarray]":
         """The tokens [n] of each document from number `first`, without the end-of-text id.

@@ -24,7 +24,6 @@ from tost_lm.data.shard_format import (
     LOSS_MASK,
     MANIFEST,
     SPLITS,
-    TEXT_BYTES,
     Manifest,
     SplitWriter,
     dtype_for,
@@ -46,7 +45,7 @@ from tost_lm.data.sources.blocks import corpus_changed, too_many_bad
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer, tokenizer_folder
 from tost_lm.data.workers import Encoded, available_cores, encoded_blocks
 from tost_lm.data_prep.linked import link_tokens
-from tost_lm.data_prep.partitions import Joined, joined, partition_of
+from tost_lm.data_prep.partitions import link_partitions, partition_of
 from tost_lm.errors import DataError
 from tost_lm.files import (
     backup_folder,
@@ -62,7 +61,7 @@ from tost_lm.files import (
 from tost_lm.version import VERSION
 
 JOURNAL = "journal.json"
-SHARD_FILES = (".bin", ".idx", f".{LOSS_MASK}", f".{TEXT_BYTES}")
+SHARD_FILES = (".bin", ".idx", f".{LOSS_MASK}")
 BAD_ROWS_KEPT = 100
 
 
@@ -95,7 +94,7 @@ class Journal:
                 return cls(**{**content, "position": Position(*content["position"])})
         return cls(identity)
 
-    def count(self, block: CorpusBlock | Joined, encoded: Encoded) -> None:
+    def count(self, block: CorpusBlock, encoded: Encoded) -> None:
         """Add the rows of a block to the counts, and its bad rows to the first ones."""
         self.position = block.end
         self.rows = {what: number + encoded.rows.get(what, 0) for what, number in self.rows.items()}
@@ -130,8 +129,8 @@ def build_shards(
     """Tokenize a corpus into `config.shards.folder`, replacing existing shards, and return the manifest.
 
     A document is stored as its tokens and the end-of-text id; token files of Megatron are linked. An unfinished build
-    of the same corpus, settings and tokenizer is resumed. `report` is called at the start and after each block. With
-    the shards of all `partitions`, it joins these in place of reading the corpus.
+    of the same corpus, settings and tokenizer is resumed. `report` is called at the start and after each block. The
+    shards of all `partitions` are linked in place of reading the corpus.
 
     Raises:
         DataError: the corpus cannot be read, has more bad rows than allowed or leaves a split empty; the folder cannot
@@ -145,15 +144,15 @@ def build_shards(
         with _locked(folder):
             temp.mkdir(exist_ok=True)
             if not _finished(temp, wanted):
-                if token_files(config.corpus.source):
+                if partitions or token_files(config.corpus.source):
                     _remove(temp, "*")
                     write_atomically(temp / tokenizer.file_name, tokenizer.model_bytes)
-                    _finish(config, temp, wanted | link_tokens(config, temp))
+                    linked = _link_all(config, partitions, temp) if partitions else link_tokens(config, temp)
+                    _finish(config, temp, wanted | linked)
                 else:
-                    _build(config, tokenizer, temp, wanted, report, partitions)
+                    _build(config, tokenizer, temp, wanted, report)
             manifest = read_manifest(temp)
-            needless = [] if config.shards.partition else [f"*.{TEXT_BYTES}"]
-            _remove(temp, f"*.{LENGTHS}", *needless, JOURNAL, ".*.tmp")  # .tmp: from killed writes
+            _remove(temp, f"*.{LENGTHS}", JOURNAL, ".*.tmp")  # .tmp: from killed writes
             publish_folder(temp, folder)
     except BrokenPipeError:
         raise  # from `report`
@@ -167,7 +166,7 @@ def build_shards(
 
 def identity(config: DataPrepConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Everything that determines the tokens of a shard folder, as recorded in the manifest."""
-    without_effect = {"source", "max_bad_fraction", "hub_streaming"}
+    without_effect = {"source", "max_bad_fraction"}
     partition, folder = config.shards.partition, tokenizer_folder(config)
     return {
         "format": FORMAT,
@@ -218,11 +217,9 @@ def _build(
     temp: Path,
     wanted: dict[str, Any],
     report: Callable[[BuildProgress], None],
-    partitions: Sequence[Shards],
 ) -> None:
     """Read, tokenize and write up to the manifest; resumes from the journal of an earlier build."""
-    recorded = {**wanted, "partitions": len(partitions)}  # a position in the corpus is none in its partitions
-    journal = Journal.read(temp, recorded)
+    journal = Journal.read(temp, wanted)
     if journal.position is None:
         _remove(temp, "*")
     write_atomically(temp / tokenizer.file_name, tokenizer.model_bytes)
@@ -241,34 +238,26 @@ def _build(
     report(progress(0.0 if journal.position is None else None))
     committed = time.monotonic()
     try:
-        read = (
-            joined(partitions, journal.position)
-            if partitions
-            else encoded_blocks(
-                read_blocks(config.corpus, journal.position, partition=partition_of(config) or (0, 1)),
-                config.corpus,
-                tokenizer,
-                Chats(tokenizer_folder(config)),
-                splitter,
-                config.shards.workers or available_cores(),
-            )
+        read = encoded_blocks(
+            read_blocks(config.corpus, journal.position, partition=partition_of(config) or (0, 1)),
+            config.corpus,
+            tokenizer,
+            Chats(tokenizer_folder(config)),
+            splitter,
+            config.shards.workers or available_cores(),
         )
         with closing(read) as pairs:
             for block, encoded in pairs:
                 for split, built in encoded.splits.items():
                     writers[split].add(*built)
                 journal.count(block, encoded)
-                _check_bad_rows(config, journal, temp, EARLY_BAD_ROWS)
+                _check_bad_rows(config, journal.rows, journal.bad, temp, EARLY_BAD_ROWS)
                 report(progress(block.fraction_read))
                 if time.monotonic() - committed > COMMIT_SECONDS:
                     journal.commit(temp, writers)
                     committed = time.monotonic()
-        _check_bad_rows(config, journal, temp, EARLY_BAD_ROWS if config.shards.partition else 0)
-        if journal.corpus_rows not in (None, journal.rows["read"]):
-            raise DataError(
-                f"corpus.source {config.corpus.source}: has {journal.rows['read']} rows, but corpus.split nanogpt "
-                f"counted {journal.corpus_rows}; set corpus.hub_streaming=false"
-            )
+        more = EARLY_BAD_ROWS if config.shards.partition else 0
+        _check_bad_rows(config, journal.rows, journal.bad, temp, more)
         if fingerprint(config.corpus) != wanted["source_fingerprint"]:
             raise corpus_changed(config.corpus)
         journal.commit(temp, writers)
@@ -281,6 +270,16 @@ def _build(
     _finish(config, temp, {**wanted, "rows": journal.rows, "splits": splits})
 
 
+def _link_all(config: DataPrepConfig, partitions: Sequence[Shards], temp: Path) -> dict[str, Any]:
+    """As `link_partitions`, with their first bad rows."""
+    linked = link_partitions(partitions, temp)
+    bad = [row for one in partitions for row in one.bad_rows()][:BAD_ROWS_KEPT]
+    _check_bad_rows(config, linked["rows"], bad, temp, 0)
+    if bad:
+        write_rows(temp / BAD_ROWS, bad)
+    return linked
+
+
 def _finish(config: DataPrepConfig, temp: Path, content: dict[str, Any]) -> None:
     """Check the splits and write the manifest."""
     if not config.shards.partition:
@@ -289,13 +288,15 @@ def _finish(config: DataPrepConfig, temp: Path, content: dict[str, Any]) -> None
     write_atomically(temp / MANIFEST, manifest_bytes(manifest.model_dump(exclude_unset=True)))
 
 
-def _check_bad_rows(config: DataPrepConfig, journal: Journal, temp: Path, more: int) -> None:
+def _check_bad_rows(
+    config: DataPrepConfig, rows: dict[str, int], first_bad: list[dict[str, str]], temp: Path, more: int
+) -> None:
     """Raises DataError if the bad rows exceed the allowed fraction of the rows read so far by `more`."""
-    bad, read, fraction = journal.rows["bad"], journal.rows["read"], config.corpus.max_bad_fraction
+    bad, read, fraction = rows["bad"], rows["read"], config.corpus.max_bad_fraction
     if bad <= fraction * read + (more if fraction else 0):
         return
-    write_rows(temp / BAD_ROWS, journal.bad)
-    first = journal.bad[0]
+    write_rows(temp / BAD_ROWS, first_bad)
+    first = first_bad[0]
     raise too_many_bad(first["where"], first["reason"], bad, read, f" (the first: {temp / BAD_ROWS})")
 
 

@@ -35,7 +35,7 @@ class BuildReport:
 
 
 def make_shards(config: DataPrepConfig, partitions: Callable[[], Sequence[Shards]] = list) -> None:
-    """Build the shards of `config`, or join those of `partitions`, and print what was done.
+    """Build the shards of `config`, or link those of `partitions`, and print what was done.
 
     Raises:
         DataError: the folder has shards of other settings, or as `build_shards`.
@@ -93,7 +93,11 @@ def sample_texts(corpus: CorpusConfig) -> Iterator[str]:
 
 
 def checked_partitions(config: DataPrepConfig) -> list[Shards]:
-    """The shards of all partitions, in order. Raises DataError as `open_partitions`, or if one has other settings."""
+    """The shards of all partitions, in order, after a full check.
+
+    Raises:
+        DataError: as `open_partitions` and `Shards.verify`, or one has other settings.
+    """
     found, tokenizer = open_partitions(config), make_tokenizer(config)
     for number, shards in enumerate(found):
         if problem := difference(with_partition(config, (number, len(found))), tokenizer):
@@ -101,6 +105,7 @@ def checked_partitions(config: DataPrepConfig) -> list[Shards]:
                 f"{shards.folder}: {problem}; build it again with tost prepare shards "
                 f"shards.partition={number}/{len(found)} shards.rebuild=true"
             )
+        shards.verify()
     return found
 
 

@@ -1,15 +1,15 @@
-"""Partitions of a corpus: each is tokenized on its own, as a shard folder, and their shards are joined in order."""
+"""Partitions of a corpus: each is tokenized on its own, as a shard folder, and their shards become those of one."""
 
 import os
-from collections.abc import Generator, Mapping, Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from tost_lm.data.settings import DataPrepConfig
-from tost_lm.data.shard_format import SPLITS
+from tost_lm.data.shard_format import SPLITS, file_sizes
 from tost_lm.data.shards import Shards
-from tost_lm.data.sources import BadRow, Position, token_files
-from tost_lm.data.workers import Built, Encoded
+from tost_lm.data.sources import token_files
 from tost_lm.errors import ConfigError, DataError
 
 
@@ -71,34 +71,29 @@ def open_partitions(config: DataPrepConfig) -> list[Shards]:
     return [Shards.open(_folder(config, number, count)) for number in range(count)]
 
 
-class Joined(NamedTuple):
-    """What was read of partitions, as far as a build needs it."""
+def link_partitions(partitions: Sequence[Shards], folder: Path) -> dict[str, Any]:
+    """Link the shards of all partitions, in their order, in `folder`; they outlive the partitions' folders.
 
-    end: Position
-    fraction_read: float
-
-
-def joined(partitions: Sequence[Shards], start: Position | None) -> Generator[tuple[Joined, Encoded], None, None]:
-    """The rows and then the shards of each partition, in their order.
-
-    Raises:
-        DataError: a file is damaged.
+    Returns what the manifest records of them.
     """
-    units = [
-        (one, split, entry)
-        for one in partitions
-        for split, entries in (("", [{}]), *((split, one.entries(split)) for split in SPLITS))
-        for entry in entries
-    ]
-    first = start.file if start else 0
-    for number, (one, split, entry) in enumerate(units[first:], start=first + 1):
-        if split:
-            tokens, loss_mask = one.tokens(entry)[:], one.loss_mask(entry)[:]
-            built = Built(tokens, one.document_lengths(entry), one.text_bytes(entry), loss_mask)
-            encoded = Encoded({split: built}, {}, [])
-        else:
-            encoded = Encoded({}, one.manifest["rows"], [BadRow(0, **row) for row in one.bad_rows()])
-        yield Joined(Position(number, 0, 0, 0), number / len(units)), encoded
+    splits: dict[str, Any] = {split: {"documents": 0, "tokens": 0, "bytes": 0, "shards": []} for split in SPLITS}
+    for one in partitions:
+        for split, joined in splits.items():
+            for entry in one.entries(split):
+                name = f"{split}_{len(joined['shards']):05d}"
+                for ending in file_sizes(entry, one.manifest["dtype"]):
+                    _link(one.folder / f"{entry['name']}.{ending}", folder / f"{name}.{ending}")
+                joined["shards"].append({**entry, "name": name})
+                joined |= {what: joined[what] + entry[what] for what in ("documents", "tokens", "bytes")}
+    numbers = [one.manifest["rows"] for one in partitions]
+    return {"rows": {what: sum(rows[what] for rows in numbers) for what in numbers[0]}, "splits": splits}
+
+
+def _link(file: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(file)
+    except OSError:  # a file system without such links, or a file of another owner
+        shutil.copyfile(file, target)
 
 
 def _home(config: DataPrepConfig) -> Path:

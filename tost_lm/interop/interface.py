@@ -30,7 +30,7 @@ class ForeignFormat(NamedTuple):
     title: str
     """In model cards."""
     model_types: tuple[str, ...]
-    """In config.json of a folder of the Hugging Face library; empty: a file."""
+    """In config.json of a folder of the Hugging Face library; empty: it is no such folder."""
     read: Callable[[Path], ForeignModel]
     read_config: Callable[[Path], ModelConfig]
     """The settings of a source; of a folder config.json is enough."""

@@ -10,7 +10,6 @@ from tost_lm.checkpointing.reading import load as load_ours
 from tost_lm.checkpointing.run_folder import ADAPTER, FOREIGN_FOLDERS, find_checkpoint, local_model
 from tost_lm.config import path_or_url
 from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer, find_tokenizer, read_tokenizer
-from tost_lm.data.tokenizers.gpt2 import SOURCES, gpt2_tokenizer
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.inference.foreign_folder import CONFIG, read_settings
 from tost_lm.interop import MODULES
@@ -84,15 +83,16 @@ def foreign_format(source: Path) -> ForeignFormat | None:
     Raises:
         CheckpointError: no format has the `model_type` of the folder, or it has adapters.
     """
-    is_file = source.is_file()
+    if source.is_file():
+        return import_module("tost_lm.interop.authors").FORMAT
     if (source / ADAPTER).is_file():
         raise CheckpointError(f"{source / ADAPTER}: {FOREIGN_FOLDERS[ADAPTER]}")
-    if not is_file and (not (source / CONFIG).is_file() or (source / MANIFEST).is_file()):
+    if not (source / CONFIG).is_file() or (source / MANIFEST).is_file():
         return None
-    kind = None if is_file else read_settings(source).get("model_type", "gpt2")
+    kind = read_settings(source).get("model_type")
     formats = [import_module(f"tost_lm.interop.{name}").FORMAT for name in MODULES]
-    if found := [one for one in formats if (kind in one.model_types if kind else not one.model_types)]:
-        return found[0]
+    if found := next((one for one in formats if kind in one.model_types), None):
+        return found
     if elsewhere := OTHER_TOOLS.get(str(kind)):
         what, tool = elsewhere
         raise CheckpointError(f"{source / CONFIG}: unsupported model_type: {kind!r} ({what}); train it with {tool}")
@@ -108,9 +108,11 @@ def read_tokenizer_folder(folder: Path) -> Tokenizer:
     """
     if any((folder / name).is_file() for name in TOKENIZER_FILES):
         return read_tokenizer(find_tokenizer(folder))
-    if any((folder / name).is_file() for name in SOURCES):
-        return gpt2_tokenizer(folder, "convert.tokenizer")
+    from tost_lm.interop.public_form import read_their_tokenizer
+
+    if tokenizer := read_their_tokenizer(folder):
+        return tokenizer
     raise DataError(
-        f"convert.tokenizer {folder}: no tokenizer; give a folder with encoder.json and vocab.bpe (GPT-2) "
-        f"or one of {', '.join(TOKENIZER_FILES)}"
+        f"convert.tokenizer {folder}: no tokenizer; give a folder with tokenizer.json or one of "
+        f"{', '.join(TOKENIZER_FILES)}"
     )

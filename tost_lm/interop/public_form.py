@@ -22,7 +22,7 @@ from torch import Tensor
 from tost_lm.checkpointing.format import CARD, CONVERSION, StoredTensors, read_model_config, write_tensors
 from tost_lm.config import leaves, validate
 from tost_lm.data.tokenizers import HfTokenizer, SentencePieceTokenizer, Tokenizer, find_tokenizer, read_tokenizer
-from tost_lm.data.tokenizers.hf import hf_tokenizer
+from tost_lm.data.tokenizers.hf import eos_token, hf_tokenizer
 from tost_lm.data.tokenizers.lossless import FORMS
 from tost_lm.errors import CheckpointError, ConfigError, DataError, first_line
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, usual_mode
@@ -63,12 +63,12 @@ UNLIMITED = 1 << 20
 """Positions of a trained model without rotary embeddings. It reads any length, but other tools refuse longer texts, and
 some reserve memory for as many tokens."""
 
-IGNORED = re.compile(r"^mtp\.|^model\.visual\.|\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
+IGNORED = re.compile(r"^mtp\.|^model\.visual\.|rotary_emb\.inv_freq$")
 """In files, weights of other parts than the text part, and constants."""
 OTHER_PARTS = {"model.visual.": "images", "mtp.": "mtp (several tokens at once)"}
 """By the beginning of their weights' names in files, parts that are not read."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 """The beginning of the library's name of a layer's weight."""
 STALE = """
 Only its text part is new: the weights of images, and `mtp.*`, which predict several tokens, are as in {}, hence stale.
@@ -109,8 +109,6 @@ class PublicForm:
     """Whether the rotary embedding may rotate a part of each head."""
     without_rotary: dict[str, Any] | None = None
     """Their settings of the rotary embedding for none; None: each model has one."""
-    prefix: str = "model."
-    """Before all names of the library's model but the head's; old files leave it out."""
     renamed: dict[str, str] = field(default_factory=dict)
     """Parts of names in files, and what the library's model has in their place."""
 
@@ -318,7 +316,7 @@ class PublicForm:
         """The library's name of a weight in a file."""
         for part, theirs in self.renamed.items():
             name = name.replace(part, theirs)
-        return name if name.startswith((self.prefix, HEAD)) else self.prefix + name
+        return name
 
     def _with_more_parts(self, like: Path | None) -> Path | None:
         """The folder `like` if its model has more parts."""
@@ -405,28 +403,16 @@ def _check_supported(ours: Mapping[str, Any], supported: Mapping[str, Any], thei
 
 
 def read_their_tokenizer(folder: Path) -> HfTokenizer | None:
-    """The tokenizer of a model folder, whose end-of-text token is the first of `eos_token_id`; None: it has none.
+    """The tokenizer of a model folder, with the end-of-text token of `eos_token`; None: it has none.
 
     Raises:
-        ConfigError: transformers is not installed.
-        DataError: it is not lossless, or has no such token.
+        DataError: it is damaged, not lossless, or its folder names no such token.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
-    settings = read_settings(folder)
-    text = settings.get("text_config")
-    eos = settings.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
-    eos = eos[0] if isinstance(eos, list) and eos else eos
-    transformers_library()  # with it come the tokenizers
-    import tokenizers
-
-    try:
-        token = tokenizers.Tokenizer.from_file(str(path)).id_to_token(eos) if isinstance(eos, int) else None
-    except Exception as error:  # the library has none of its own
-        raise DataError(f"{path}: damaged: {first_line(error)}; copy it again") from None
-    if token is None:
-        raise DataError(f"{folder / CONFIG}: eos_token_id {eos} is no token of {path.name}; correct it")
+    if (token := eos_token(folder)) is None:
+        raise DataError(f"{folder / CONFIG}: eos_token_id is no token of {path.name}; correct it")
     return hf_tokenizer(path, token, FORMS[-1])
 
 

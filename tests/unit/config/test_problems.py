@@ -131,8 +131,8 @@ def test_urls_are_no_files(section: type[Section], name: str, value: str):
 def test_other_texts_may_be_urls():
     sample = load_config(GenerateConfig, None, ["sample.prompt=http://host/x", 'sample.stop=["s3://"]']).sample
     assert (sample.prompt, sample.stop) == ("http://host/x", ["s3://"])
-    for source in ("hub:some/name", "hub:/local/data"):
-        assert load_config(CorpusConfig, None, [f"source={source}"]).source == source
+    source = "hf://datasets/some/name@refs/convert/parquet"
+    assert load_config(CorpusConfig, None, [f"source={source}"]).source == source
 
 
 @pytest.mark.parametrize(

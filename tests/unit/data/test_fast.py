@@ -108,7 +108,7 @@ def shards(folder: Path, tokenizer: HfTokenizer, make: Callable[[DataPrepConfig]
     path.write_text(tokenizer.tokenizer_json)
     out = folder / make.__name__ / tokenizer.sha256
     out.parent.mkdir(exist_ok=True)
-    make(prep_config(source, out, tokenizer={"kind": "hf", "path": str(path), "eot_token": EOT}))
+    make(prep_config(source, out, tokenizer={"path": str(path), "eot_token": EOT}))
     return [file.read_bytes() for file in sorted(out.glob("*.bin"))]
 
 

@@ -50,7 +50,7 @@ def written(folder: Path, pipeline: Pipeline) -> Path:
 
 
 def prep(path: Path, **tokenizer: Any) -> DataPrepConfig:
-    return prep_config(Path("x"), tokenizer={"kind": "hf", "path": str(path), **tokenizer})
+    return prep_config(Path("x"), tokenizer={"path": str(path), **tokenizer})
 
 
 @pytest.mark.quick
@@ -149,13 +149,11 @@ def test_the_end_of_text_token_must_be_named(tmp_path: Path):
         make_tokenizer(prep(written(tmp_path, plain)))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "kind"),
-    [("vocab_size", 400, "hf"), ("vocab_size", 400, "gpt2"), ("eot_token", EOT, "gpt2"), ("eot_token", EOT, None)],
-)
-def test_settings_of_other_kinds_are_refused(name: str, value: Any, kind: str | None):
-    with pytest.raises(ConfigError, match=rf"tokenizer\.{name}: tokenizer\.kind \w+ does not use it; remove it"):
-        prep(Path("x"), kind=kind or "sentencepiece", **{name: value})
+def test_settings_of_the_other_kind_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"tokenizer\.vocab_size 400: tokenizer\.json has its own; remove it"):
+        prep(Path("tokenizer.json"), vocab_size=400)
+    with pytest.raises(ConfigError, match=r"tokenizer\.eot_token </s>: tokenizer\.model has its own; remove it"):
+        make_tokenizer(prep(tmp_path / "tokenizer.model", eot_token="</s>"))
 
 
 def test_files_that_are_not_tokenizers_are_refused(tmp_path: Path):

@@ -8,10 +8,9 @@ from itertools import islice
 import numpy as np
 import pytest
 from hf_tokenizers import byte_level, made, prefixed_bpe
-from shared_data import GPT2_BPE, skip_without_shared
+from shared_data import gpt2_tokenizer, skip_without_shared
 
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
-from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.interface import (
     BLOCK_CHARACTERS,
     ESCAPE,
@@ -43,7 +42,7 @@ def random_blocks(text: str, seed: int) -> Iterator[str]:
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     if request.param == "gpt2":
         skip_without_shared()
-        return gpt2_tokenizer(GPT2_BPE)
+        return gpt2_tokenizer()
     texts = [text_of(seed, 300) for seed in range(50)]
     if request.param == "hf":
         return made(byte_level(texts))

@@ -17,6 +17,9 @@ import pytest
 import torch
 from builds import TEXTS, Built, corpus, prep_config, read, refusal
 from hand_made import batches_of
+from huggingface_hub import HfApi, HfFileSystem
+from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.hf_api import RepoFile, RepoFolder
 from pyarrow import parquet
 
 from tost_lm import remote
@@ -25,7 +28,7 @@ from tost_lm.data import shard_format, shards
 from tost_lm.data.loader import Corpora
 from tost_lm.data.prefetch import micro_batches, prefetched
 from tost_lm.data.shards import Shards
-from tost_lm.data.sources import count_rows, fingerprint
+from tost_lm.data.sources import Document, count_rows, fingerprint
 from tost_lm.data.sources.files import corpus_files
 from tost_lm.data.stages import Packing
 from tost_lm.data_prep.build import build_shards
@@ -259,31 +262,6 @@ def test_copies_of_files_and_folders(memory: Any, cache: Path):
     assert [*glob_files(as_url("memory://bucket/one/[a-b].txt"))] == ["a.txt", "b.txt"]
 
 
-def test_a_copy_that_has_changed_is_fetched_again(memory: Any, cache: Path):
-    url = as_url("memory://bucket/model")
-    expected = {name: name.encode() * 9 for name in ("config.json", "model.safetensors")}
-    for name, data in expected.items():
-        memory.pipe_file(f"/bucket/model/{name}", data)
-
-    def flip(copy: Path) -> None:
-        (copy / "model.safetensors").write_bytes(b"M" + expected["model.safetensors"][1:])
-
-    def replace_by_file(copy: Path) -> None:
-        shutil.rmtree(copy)
-        copy.write_text("")
-
-    for change in (
-        flip,
-        lambda copy: os.truncate(copy / "model.safetensors", 3),
-        lambda copy: (copy / "config.json").unlink(),
-        lambda copy: (copy / "model_old.safetensors").write_text("added"),
-        replace_by_file,
-    ):
-        change(local_copy(url))
-        copy = local_copy(url)
-        assert {path.name: path.read_bytes() for path in copy.iterdir()} == expected
-
-
 @pytest.mark.parametrize("name", ["exp[1]", "exp*", "ex?1", "exp[!2]", "exp::memory", "e%78p1"])
 @pytest.mark.parametrize("storage", ["memory://bucket", "file://"])
 def test_paths_are_literal(storage: str, name: str, tmp_path: Path, memory: Any):
@@ -376,10 +354,7 @@ def test_corpora_at_urls_are_those_of_local_files(tmp_path: Path, memory: Any):
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines))
     (folder / "c.json").write_bytes(lines)
     (folder / "deep/d.txt").write_text(texts[-1])
-    table = pyarrow.table({"text": texts})
-    parquet.write_table(table, folder / "e.parquet", row_group_size=7)
-    with pyarrow.OSFile(str(folder / "f.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
+    parquet.write_table(pyarrow.table({"text": texts}), folder / "e.parquet", row_group_size=7)
     for name in (".hidden.txt", "g.pdf"):
         (folder / name).write_text("{}")
     memory.put(f"{folder}/", "/bucket/corpus/", recursive=True)
@@ -395,3 +370,35 @@ def test_corpora_at_urls_are_those_of_local_files(tmp_path: Path, memory: Any):
     assert fingerprint(corpus(url)) != before
     assert refusal(f"{url}/nothing").startswith(f"corpus.source {url}/nothing: no file that ends in .txt, ")
     assert refusal(f"{url}/g.pdf").startswith(f"corpus.source {url}/g.pdf: {url}/g.pdf has no supported format; ")
+
+
+def test_a_dataset_of_the_hub_is_read_at_its_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The hub's answers are those of a folder; no test asks the hub itself."""
+    asked, texts = [], ["one", "two", "three"]
+    (tmp_path / "en").mkdir()
+    (tmp_path / "README.md").write_text("about")
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "en/0.parquet")
+
+    def listed(api: HfApi, repository: str, folder: str, *, revision: str, **_: Any) -> Iterator[RepoFile | RepoFolder]:
+        asked.append((repository, revision))
+        if not (tmp_path / folder).is_dir():
+            raise EntryNotFoundError("nothing there")
+        for path in sorted((tmp_path / folder).iterdir()):
+            facts: Any = {"path": path.relative_to(tmp_path).as_posix(), "oid": str(path.stat().st_mtime_ns)}
+            yield RepoFolder(**facts) if path.is_dir() else RepoFile(**facts, size=path.stat().st_size)
+
+    def opened(system: HfFileSystem, path: str, *_: Any, **__: Any) -> Any:
+        resolved: Any = system.resolve_path(path)
+        return (tmp_path / resolved.path_in_repo).open("rb")
+
+    monkeypatch.setattr(HfApi, "repo_info", lambda *_, **__: None)
+    monkeypatch.setattr(HfApi, "list_repo_tree", listed)
+    monkeypatch.setattr(HfFileSystem, "_open", opened)
+    branch = "hf://datasets/someone/words@refs/convert/parquet"
+    for source in (f"{branch}/en", f"{branch}/**/*.parquet", f"{branch}/en/0.parquet"):
+        assert read(source) == [Document(row, text) for row, text in enumerate(texts)]
+    assert {*asked} == {("someone/words", "refs/convert/parquet")}
+    before = fingerprint(corpus(branch))
+    os.utime(tmp_path / "en/0.parquet", (1, 1))
+    assert fingerprint(corpus(branch)) != before
+    assert "/de: no file that ends in .txt" in refusal(f"{branch}/de")

@@ -5,20 +5,20 @@ import os
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import islice
+from operator import getitem
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
-import xxhash
 from builds import TEXTS, Built, prep_config
 from hand_made import hand_made
 
 from tost_lm.data import shard_format, shards
-from tost_lm.data.shard_format import SPLITS, index_bytes
+from tost_lm.data.shard_format import SPLITS
 from tost_lm.data.shards import Concatenation, Shards
 from tost_lm.data.sources import Splitter
 from tost_lm.data_prep.build import build_shards
@@ -190,70 +190,24 @@ def test_wrong_and_missing_tokenizers_are_refused(folder):
         Shards.open(folder)
 
 
-def content_of(folder: Path) -> bytes:
-    """The JSON of its manifest, without the hash."""
-    content = manifest_content((folder / "manifest.json").read_bytes())
-    assert content
-    return content
-
-
-def with_hash(content: bytes) -> bytes:
-    """A manifest of any content with its correct hash, as a hostile or another writer makes it."""
-    body = content.rstrip().removesuffix(b"}").rstrip()
-    return body + f',\n "xxh3": "{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode()
-
-
 @pytest.mark.parametrize(
-    ("old", "new", "problem"),
+    ("section", "field", "value", "problem"),
     [
-        ("tost_lm.shards.v3", "tost_lm.shards.v2", r"not tost_lm\.shards\.v3 \(format: .*rebuild the shards"),
-        ('"eot": 1', '"eot": "one"', r"\(tokenizer\.eot:"),
-        ('"eot": 1', '"eot": 300', r"eot is not in the vocabulary"),
-        ('"eot"', '"end"', r"\(tokenizer\."),
-        ('"eot"', '"\\u001b[2J\\n"', r"\(tokenizer\."),
-        ('"vocab_size": 300', f'"vocab_size": {10**30}', r"tokenizer\.vocab_size"),
-        ('"name": "train_00000"', '"name": "../train_00000"', r"shards\.0\.name"),
-        ('"name": "train_00000"', '"name": 7', r"shards\.0\.name"),
-        ('"settings": {', f'"settings": {{"x": {"[" * 100_000}', "Invalid JSON: recursion"),
-        ('"source": "', '"source": "\udcff', "Invalid JSON: invalid unicode"),
-        ('"dtype": "uint16"', '"dtype": "float64"', r"\(dtype"),
-        ('"rows": {', '"rows": [{', r"\(Invalid JSON"),
-        ("{", "[", r"Invalid JSON"),
+        ([], "format", "tost_lm.shards.v2", r"\(format: .*rebuild the shards"),
+        ([], "dtype", "float64", r"\(dtype"),
+        (["tokenizer"], "\x1b[2J\n", 1, r"\(tokenizer\."),
+        (["splits", "valid", "shards", 0], "name", "../train_00000", r"shards\.0\.name"),
+        (["splits", "valid", "shards", 0], "tokens", -1, r"shards\.0\.tokens"),
     ],
 )
-def test_a_crafted_manifest_is_refused_in_one_line(folder, old, new, problem):
-    path = folder / "manifest.json"
-    content = content_of(folder).decode()
-    assert old in content
-    path.write_bytes(with_hash(content.replace(old, new, 1).encode(errors="surrogateescape")))
+def test_a_manifest_of_another_form_is_refused_in_one_line(folder, section, field, value, problem):
+    tree = json.loads(manifest_content((folder / "manifest.json").read_bytes()) or b"")
+    reduce(getitem, section, tree)[field] = value
+    (folder / "manifest.json").write_bytes(manifest_bytes(tree))
     with pytest.raises(DataError, match=problem) as caught:
         Shards.open(folder)
-    assert str(caught.value).startswith(f"{path}: not tost_lm.shards.v3 (")
+    assert str(caught.value).startswith(f"{folder}/manifest.json: not tost_lm.shards.v3 (")
     assert str(caught.value).isprintable()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("tokens", -1), ("tokens", 10**30), ("documents", 0), ("bin_xxh3", []), ("idx_xxh3", "short")]
-)
-def test_a_crafted_shard_entry_is_refused_in_one_line(folder, field, value):
-    tree = json.loads(content_of(folder))
-    tree["splits"]["valid"]["shards"][0][field] = value
-    (folder / "manifest.json").write_bytes(manifest_bytes(tree))
-    with pytest.raises(DataError, match=rf"\(.*({field}|not one hash)") as caught:
-        Shards.open(folder)
-    assert str(caught.value).isprintable()
-
-
-def test_an_index_of_other_lengths_is_refused(folder):
-    """It has the hash in the manifest, but not the lengths of the shard's documents."""
-    tree = json.loads(content_of(folder))
-    entry = tree["splits"]["valid"]["shards"][0]
-    index = index_bytes(np.full(entry["documents"], 3), "uint16")
-    (folder / f"{entry['name']}.idx").write_bytes(index)
-    entry["idx_xxh3"] = xxhash.xxh3_128_hexdigest(index)
-    (folder / "manifest.json").write_bytes(manifest_bytes(tree))
-    with pytest.raises(DataError, match=r"valid_00000\.idx: its lengths are not those of [\d,]+ tokens"):
-        Shards.open(folder).verify()
 
 
 def test_other_folders_are_refused(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from builds import corpus, read, refusal
 
-from tost_lm.data.sources import BadRow, Document, count_rows, fingerprint, left_out_files, read_blocks
+from tost_lm.data.sources import BadRow, Document, count_rows, fingerprint, left_out_files
 from tost_lm.data.sources.files import corpus_files
 from tost_lm.errors import DataError
 
@@ -55,7 +55,7 @@ def test_left_out_files_of_a_folder_are_counted_by_ending(tmp_path):
     counts = "3 .pdf, 2 without ending, 1 .\\x1b, 1 .csv.gz, 1 .parquet.zst"
     assert left_out_files(str(tmp_path)) == f"left out 8 files: {counts}"
     assert texts(tmp_path) == ["one", "two"]
-    assert left_out_files(str(tmp_path / "a.txt")) == left_out_files("embedded") == left_out_files("hub:a/b") == ""
+    assert left_out_files(str(tmp_path / "a.txt")) == left_out_files("embedded") == ""
     (tmp_path / "only").mkdir()
     (tmp_path / "only/scan.pdf").touch()
     assert "no supported file in this folder (left out 1 file: 1 .pdf); add" in refusal(tmp_path / "only")
@@ -85,7 +85,7 @@ def test_linked_folders_are_followed_and_loops_refused(tmp_path):
 
 
 def test_missing_empty_and_unsupported_sources(tmp_path):
-    assert "embeded: no such file or folder; set it to a file, a folder, a glob, hub:NAME" in refusal("embeded")
+    assert "embeded: no such file or folder; set it to a file, a folder, a glob, hf://" in refusal("embeded")
     assert "no supported file in this folder; add files that end in .txt, .md, .jsonl" in refusal(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n \n")
     assert "no rows; set it to files with documents" in refusal(tmp_path)
@@ -119,7 +119,7 @@ def test_the_fingerprint_depends_on_files_and_document_settings(tmp_path):
     prints = [of_folder()]
     for name, value in {
         "text_field": "body", "text_documents": "line", "normalization": "NFC", "min_characters": 2,
-        "max_characters": 9, "hub_subset": "en", "hub_revision": "main", "hub_split": "test",
+        "max_characters": 9,
     }.items():  # fmt: skip
         prints.append(of_folder(**{name: value}))
     same = {
@@ -127,7 +127,6 @@ def test_the_fingerprint_depends_on_files_and_document_settings(tmp_path):
         "valid_fraction": 0.2,
         "test_fraction": 0.1,
         "max_bad_fraction": 0.5,
-        "hub_streaming": False,
     }
     assert of_folder(**same) == prints[0]
     file.write_text("three")
@@ -202,74 +201,3 @@ def test_texts_are_normalized_before_their_length_is_checked(tmp_path):
     assert texts(tmp_path, normalization="NFC", min_characters=2) == ["abc", "😀😀"]
     assert texts(tmp_path, normalization="NFC", min_characters=2, max_characters=2) == ["😀😀"]
     assert texts(tmp_path, max_characters=1) == ["ﬁ"]
-
-
-@pytest.fixture
-def hub_folder(tmp_path, monkeypatch) -> Path:
-    """A folder of Parquet files with two subsets; the metadata of one has its number of rows."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-    for subset, split, words in [
-        ("en", "train", ["one", "", "three", None, *map(str, range(600))]),
-        ("en", "validation", ["held out"]),
-        ("de", "train", ["eins"]),
-    ]:
-        folder = tmp_path / "data" / subset
-        folder.mkdir(parents=True, exist_ok=True)
-        parquet.write_table(
-            pyarrow.table({"text": words, "n": list(range(len(words)))}),
-            folder / f"{split}.parquet",
-            row_group_size=100,
-        )
-    (tmp_path / "data/README.md").write_text(
-        "---\nconfigs:\n- config_name: en\n  default: true\n  data_files:\n"
-        "  - split: train\n    path: en/train.parquet\n  - split: validation\n    path: en/validation.parquet\n"
-        "- config_name: de\n  data_files: de/*.parquet\n"
-        "dataset_info:\n- config_name: de\n  features:\n  - name: text\n    dtype: string\n"
-        "  - name: n\n    dtype: int64\n  splits:\n  - name: train\n    num_bytes: 10\n    num_examples: 1\n---\n"
-    )
-    return tmp_path / "data"
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_hub_dataset_is_read_by_subset_and_split(hub_folder, streaming):
-    source, mode = f"hub:{hub_folder}", {"hub_streaming": streaming}
-    rows = read(source, **mode)
-    assert rows[:4] == [
-        Document(0, "one"),
-        Document(2, "three"),
-        BadRow(3, f"{source}, row 3", "field 'text' is null"),
-        Document(4, "0"),
-    ]
-    assert [row.row for row in rows] == [row for row in range(604) if row != 1]
-    assert count_rows(corpus(source, **mode)) == 604
-    assert texts(source, hub_split="validation", **mode) == ["held out"]
-    assert texts(source, hub_subset="de", **mode) == ["eins"]
-    for settings, problem in [
-        ({"text_field": "body"}, "no column 'body'; set corpus.text_field to a column of the table: text, n"),
-        ({"text_field": "n"}, "column 'n' is int64; set"),
-        ({"hub_split": "nope"}, "cannot be loaded"),
-        ({"hub_subset": "nope"}, "cannot be loaded"),
-    ]:
-        assert problem in refusal(source, **mode, **settings)
-    assert "; check the name, corpus.hub_subset" in refusal(f"{source}/nowhere", **mode)
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_hub_dataset_resumes_at_every_block(hub_folder, streaming):
-    config = corpus(f"hub:{hub_folder}", hub_streaming=streaming)
-    blocks = list(read_blocks(config, block_bytes=2000))
-    assert len(blocks) > 4
-    for number, block in enumerate(blocks, start=1):
-        assert list(read_blocks(config, block.end, block_bytes=2000)) == blocks[number:]
-
-
-def test_a_hub_dataset_with_a_loading_script_names_the_fix(hub_folder):
-    script = hub_folder.parent / "scripted"
-    script.mkdir()
-    (script / "scripted.py").write_text("import datasets\n")
-    assert "corpus.hub_revision=refs/convert/parquet" in refusal(f"hub:{script}")

@@ -1,19 +1,22 @@
-"""Partitions of a corpus join to the bytes of one build, for any number of partitions, workers and interruptions."""
+"""Partitions of a corpus join to the documents of one build, for any number of partitions."""
 
 import json
 import random
-from collections.abc import Iterator
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from builds import TEXTS, Built, files, prep_config
+from builds import TEXTS, Built, prep_config
 
 from tost_lm.data.settings import DataPrepConfig
+from tost_lm.data.shard_format import SPLITS
+from tost_lm.data.shards import Shards
 from tost_lm.data.sources import read_blocks
 from tost_lm.data_prep import build
-from tost_lm.data_prep.build import BuildProgress, build_shards
+from tost_lm.data_prep.build import build_shards
 from tost_lm.data_prep.partitions import in_partition, open_partitions, with_partition
 from tost_lm.errors import ConfigError, DataError
 
@@ -40,41 +43,42 @@ def settings(corpus: Path, folder: Path, **more: Any) -> DataPrepConfig:
     return prep_config(corpus, folder, max_bad_fraction=0.9, **more)
 
 
-def merge(config: DataPrepConfig, built: Built) -> None:
-    build_shards(config, built.tokenizer, partitions=open_partitions(config))
+def content(folder: Path) -> list[Any]:
+    """All that is read of a shard folder, which its division into shards does not change."""
+    shards = Shards.open(folder)
+    shards.verify()
+    totals = [{**entry, "shards": None} for entry in shards.manifest["splits"].values()]
+    documents = [[ids.tolist() for ids in shards.documents(split)] for split in SPLITS]
+    masks = [[mask.tolist() for mask in shards.document_masks(split)] for split in SPLITS]
+    return [totals, shards.manifest["rows"], documents, masks, shards.bad_rows()]
 
 
+@pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("count", [2, 3, pytest.param(12, marks=pytest.mark.quick)])
-def test_any_number_of_partitions_gives_the_same_bytes(built: Built, corpus, tmp_path, count):
+def test_any_number_of_partitions_gives_the_documents_of_one_build(
+    built: Built, corpus, tmp_path, monkeypatch, count, links
+):
+    if not links:
+        monkeypatch.setattr(Path, "hardlink_to", Mock(side_effect=OSError))
     build_shards(settings(corpus, tmp_path / "whole"), built.tokenizer)
     config = settings(corpus, tmp_path / "shards")
     parts = [with_partition(config, (number, count)) for number in range(count)]
     rows = [build_shards(one, built.tokenizer)["rows"]["read"] for one in random.Random(count).sample(parts, count)]
     assert sum(rows) == 105 + 105
     assert count > 7 or all(rows)
-    merge(config, built)
-    assert files(tmp_path / "shards") == files(tmp_path / "whole")
-    assert len((tmp_path / "shards/bad_rows.jsonl").read_text().splitlines()) == build.BAD_ROWS_KEPT
+    build_shards(config, built.tokenizer, partitions=open_partitions(config))
+    shutil.rmtree(tmp_path / "shards.partitions")
+    assert content(tmp_path / "shards") == content(tmp_path / "whole")
+    assert len(Shards.open(tmp_path / "shards").bad_rows()) == build.BAD_ROWS_KEPT
 
 
-def test_a_stopped_merge_resumes_to_the_same_bytes(built: Built, corpus, tmp_path):
-    build_shards(settings(corpus, tmp_path / "whole"), built.tokenizer)
-    config = settings(corpus, tmp_path / "shards")
+def test_more_bad_rows_than_allowed_in_all_partitions_are_refused(built: Built, corpus, tmp_path):
+    config = prep_config(corpus, tmp_path / "shards", max_bad_fraction=0.4)
     for number in range(2):
         build_shards(with_partition(config, (number, 2)), built.tokenizer)
-    partitions = open_partitions(config)
-    for stop, joined in ((5, []), (3, partitions), (2, partitions), (5, partitions)):  # the first reads the corpus
-        reports = iter(range(stop))
-
-        def report(_: BuildProgress, reports: Iterator[int] = reports) -> None:
-            next(reports)
-
-        with pytest.raises(StopIteration):
-            build_shards(config, built.tokenizer, report, joined)
-    seen: list[Any] = []
-    build_shards(config, built.tokenizer, seen.append, partitions)
-    assert seen[0].documents > 10
-    assert files(tmp_path / "shards") == files(tmp_path / "whole")
+    with pytest.raises(DataError, match=r"; 105 of 210 rows cannot be read .*max_bad_fraction"):
+        build_shards(config, built.tokenizer, partitions=open_partitions(config))
+    assert not (tmp_path / "shards").exists()
 
 
 def test_missing_partitions_are_named(built: Built, corpus, tmp_path):
@@ -87,22 +91,6 @@ def test_missing_partitions_are_named(built: Built, corpus, tmp_path):
     for number in range(2):
         build_shards(with_partition(config, (number, 2)), built.tokenizer)
     assert [shards.folder.name for shards in open_partitions(config)] == ["0-of-2", "1-of-2"]
-
-
-@pytest.mark.parametrize("ending", ["bin", "idx", "text_bytes"])
-def test_a_damaged_partition_is_refused_and_found_by_its_own_build(built: Built, corpus, tmp_path, ending):
-    config = settings(corpus, tmp_path / "shards")
-    for number in range(2):
-        build_shards(with_partition(config, (number, 2)), built.tokenizer)
-    shards, _ = open_partitions(config)
-    path = shards.folder / f"train_00000.{ending}"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
-    for check in (lambda: merge(config, built), shards.verify):
-        with pytest.raises(DataError, match=rf"0-of-2/train_00000\.{ending}: damaged"):
-            check()
-    assert not (tmp_path / "shards").exists()
 
 
 def test_the_partition_is_given_or_the_task_of_a_slurm_array(corpus, tmp_path):

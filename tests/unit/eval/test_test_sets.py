@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from evaluations import scored
-from shared_data import GPT2_BPE, SHARED, needs_shared
+from shared_data import SHARED, gpt2_tokenizer, needs_shared
 
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import DataError
 from tost_lm.inference.requests import Likelihoods
 from tost_lm.tasks import missing_word
@@ -291,7 +290,7 @@ def test_a_stride_longer_than_the_window_is_rejected(wiki: Path):
 
 @needs_shared
 def test_counts_of_the_real_files():
-    tokenizer = gpt2_tokenizer(GPT2_BPE)
+    tokenizer = gpt2_tokenizer()
     wiki, passages = SHARED / "eval/wiki.test.raw.gz", SHARED / "eval/lambada_test.jsonl.gz"
     assert len(tokenizer.encode("\n\n".join(wikitext_rows(wiki)))) == 287_644
     assert is_gpt2_tokenizer(tokenizer)

@@ -20,13 +20,12 @@ from hf_tokenizers import EOT, byte_level, made, metaspace_unigram, prefixed_bpe
 from other_forms import OTHER_FORMS, other_forms
 from public_layers import run_in_torch
 from server_names import read_by_vllm, written
-from shared_data import GPT2_BPE, SHARED, needs_shared
+from shared_data import SHARED, gpt2_tokenizer, needs_shared
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import tost_lm
 from tost_lm.checkpointing.format import read_model_config
 from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer
-from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK
 from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import CheckpointError
@@ -339,7 +338,7 @@ def test_a_tokenizer_json_is_exported_with_its_ids(make_export: Callable[..., Pa
 
 @needs_shared
 def test_ids_are_those_of_gpt2(tmp_path: Path):
-    check_ids(gpt2_tokenizer(GPT2_BPE), tmp_path, [PAGES, *ODD, *drawn_texts()])
+    check_ids(gpt2_tokenizer(), tmp_path, [PAGES, *ODD, *drawn_texts()])
 
 
 @needs_shared

@@ -2,12 +2,8 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError
 from tost_lm.interop.hf import TostCache, TostConfig, TostForCausalLM
-from tost_lm.interop.hf.modeling_tost import CACHE
+from tost_lm.interop.hf.model import CACHE
 from tost_lm.mixers.delta.settings import DeltaSettings
 from tost_lm.mixers.softmax.settings import SoftmaxSettings
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.testing import assert_as_accurate
 
 VOCAB = 50
 PATTERNS: list[dict[str, Any]] = [
@@ -283,76 +278,3 @@ def counting_saved() -> Iterator[list[int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         yield saved
-
-
-PUBLISHED: list[dict[str, Any]] = [
-    {},
-    {"positions": "none", "tssa": {"denom_bias": "none"}},
-    {
-        "positions": "none", "tssa": {"denom_bias": "head"}, "tied_head": False, "bias": True, "gelu": "tanh",
-        "mlp_hidden": 24, "layer_scale": 0.0,
-    },
-]  # fmt: skip
-OTHERS: list[dict[str, Any]] = [
-    {"pattern": "TA"}, {"pattern": "D", "positions": "none"}, {"norm": "rms"},
-    {"mlp": "swiglu"}, {"norm_after": "T"},
-]  # fmt: skip
-WAYS: list[dict[str, Any]] = [{}, {"do_sample": True}, {"num_beams": 3}, {"use_cache": False}]
-FRESH = """
-import sys
-sys.modules["tost_lm"] = None
-import torch
-from transformers import AutoModelForCausalLM
-
-folders, tokens, mask, ways = torch.load("inputs.pt")
-found = []
-for folder in folders:
-    model, narrow = (
-        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=dtype)
-        for dtype in (torch.float64, torch.float32)
-    )
-    with torch.no_grad():
-        wide, narrow = model(tokens, mask, labels=tokens), narrow(tokens, mask)
-    rows = []
-    for way in ways:
-        torch.manual_seed(5)
-        rows.append(model.generate(tokens, attention_mask=mask, max_new_tokens=16, eos_token_id=None, **way)[:, 11:])
-    cache = wide.get("cache") or wide.past_key_values  # before 5.24
-    numbers = sum(x[0].numel() for state in cache.states for x in state)
-    found.append((wide.logits, narrow.logits, wide.loss, rows, numbers))
-torch.save(found, "found.pt")
-"""
-"""Runs models without this package."""
-
-
-@pytest.mark.slow
-def test_a_folder_of_the_published_form_needs_no_package(tmp_path: Path):
-    tokens, real, models = random_ids(3, 11), LEFT_PADDED.bool(), [make(**settings) for settings in PUBLISHED]
-    for n, model in enumerate(models):
-        torch.manual_seed(n)
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:  # memberships differ between heads
-                middle = 0.0 if name.endswith("bias") else 1.0
-                torch.nn.init.uniform_(parameter, middle - 0.5, middle + 0.5)
-        model.save_pretrained(tmp_path / str(n))
-    torch.save(([*map(str, range(len(models)))], tokens, LEFT_PADDED, WAYS), tmp_path / "inputs.pt")
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home")}
-    subprocess.run([sys.executable, "-c", FRESH], cwd=tmp_path, env=environment, check=True)
-    for model, (wide, narrow, loss, rows, numbers) in zip(models, torch.load(tmp_path / "found.pt"), strict=True):
-        with torch.no_grad():
-            expected = model(tokens, LEFT_PADDED, labels=tokens)
-            torch.testing.assert_close(wide[real], expected.logits[real], rtol=1e-10, atol=1e-10)
-            torch.testing.assert_close(loss.double(), expected.loss, rtol=1e-5, atol=0)
-            assert len(torch.cat(rows).unique()) > 6
-            for new, way in zip(rows, WAYS, strict=True):
-                assert torch.equal(new, generated(model, tokens, LEFT_PADDED, **way))
-            ours = model.float()(tokens, LEFT_PADDED).logits
-        assert_as_accurate(narrow[real], ours[real], expected.logits[real])
-        assert numbers == 2 * (2 * 16 + 2)
-
-
-@pytest.mark.parametrize("settings", OTHERS, ids=str)
-def test_a_folder_of_another_form_has_no_code(settings: dict[str, Any], tmp_path: Path):
-    make(**settings).save_pretrained(tmp_path)
-    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
-    assert not (tmp_path / "modeling_tost.py").exists()

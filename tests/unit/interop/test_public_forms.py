@@ -209,7 +209,7 @@ def test_settings_are_read_without_weights(tmp_path: Path, kind: str):
 def test_a_further_form_is_a_module_and_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     theirs = build_theirs("Mistral")
     theirs.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="model_type: 'mistral'; give a model with one of gpt2, llama, qwen3"):
+    with pytest.raises(CheckpointError, match="model_type: 'mistral'; give a model with one of llama, qwen3"):
         tost_lm.load(tmp_path)
     monkeypatch.setitem(sys.modules, "tost_lm.interop.mistral", SimpleNamespace(FORMAT=MISTRAL.format))
     monkeypatch.setattr(load, "MODULES", (*MODULES, "mistral"))

@@ -35,7 +35,6 @@ from tost_lm.data.sources.blocks import (
 )
 from tost_lm.data.sources.chats import CHAT_FILES, Chats
 from tost_lm.data.sources.files import CorpusFile, corpus_files, format_of, left_out_files, token_files
-from tost_lm.data.sources.tables import hub_blocks, hub_fingerprint, hub_rows
 from tost_lm.errors import ConfigError, DataError, first_line
 
 __all__ = [
@@ -54,8 +53,7 @@ __all__ = [
 ]
 
 DOCUMENT_SETTINGS = (
-    "text_field", "text_documents", "hub_subset", "hub_revision", "hub_split", "normalization", "min_characters",
-    "max_characters",
+    "text_field", "text_documents", "normalization", "min_characters", "max_characters",
 )  # fmt: skip
 
 
@@ -74,13 +72,12 @@ def read_blocks(
     """
     sources = _sources(corpus)
     number, count = partition
-    ends = list(accumulate(source.size or 0 for source in sources))
-    middles = [2 * end - (source.size or 0) for end, source in zip(ends, sources, strict=True)]
+    ends = list(accumulate(source.size for source in sources))
+    middles = [2 * end - source.size for end, source in zip(ends, sources, strict=True)]
     begin, stop = (bisect_left(middles, 2 * ends[-1] * edge / count) for edge in (number, number + 1))
     sources = sources[: stop if number + 1 < count else None]
     first, offset, row, line = start or Position(begin, 0, 0, 0)
-    before, total = (sum(source.size or 0 for source in some) for some in (sources[begin:first], sources[begin:]))
-    known = all(source.size is not None for source in sources)
+    before, total = (sum(source.size for source in some) for some in (sources[begin:first], sources[begin:]))
     for file, source in enumerate(sources[first:], start=first):
         blocks = _read(source, offset, block_bytes)
         block = next(blocks, None)
@@ -90,13 +87,13 @@ def read_blocks(
             row, line = row + block.rows, line + block.lines
             end, consumed = Position(file, block.offset, row, line), block.consumed
             if following is None:
-                end, consumed = Position(file + 1, 0, row, 0), source.size or 0
-            fraction = min(1.0, (before + consumed) / max(1, total)) if known else None
+                end, consumed = Position(file + 1, 0, row, 0), source.size
+            fraction = min(1.0, (before + consumed) / max(1, total))
             yield CorpusBlock(
                 source.kind, block.payload, source.where, first_row, block.rows, first_line, end, fraction
             )
             block = following
-        offset, line, before = 0, 0, before + (source.size or 0)
+        offset, line, before = 0, 0, before + source.size
     if not row and count == 1:
         raise DataError(f"corpus.source {corpus.source}: no rows; set it to files with documents")
 
@@ -107,20 +104,14 @@ def count_rows(corpus: CorpusConfig) -> int:
     Raises:
         DataError: the source is missing or a file cannot be read.
     """
-    rows = 0
-    for source in _sources(corpus):
-        if source.rows is None:
-            rows += sum(block.rows for block in _read(source, 0, BLOCK_BYTES))
-        else:
-            rows += source.rows
-    return rows
+    return sum(block.rows for source in _sources(corpus) for block in _read(source, 0, BLOCK_BYTES))
 
 
 def fingerprint(corpus: CorpusConfig) -> str:
     """Hex SHA-256 that changes when the documents of a corpus change; the split does not affect it.
 
-    `embedded` is hashed by content; files by relative name, size and modification time; hub datasets by the revision's
-    identity in the datasets library.
+    `embedded` is hashed by content; files by relative name, size and modification time, at a URL by what changes with
+    them.
 
     Raises:
         DataError: the source is missing.
@@ -128,8 +119,6 @@ def fingerprint(corpus: CorpusConfig) -> str:
     settings = {name: getattr(corpus, name) for name in DOCUMENT_SETTINGS}
     if corpus.source == "embedded":
         contents = list(embedded_texts())
-    elif corpus.source.startswith("hub:"):
-        contents = [(corpus.source, hub_fingerprint(corpus))]
     else:
         contents = [
             (file.name, file.size, file.version) for file in token_files(corpus.source) or corpus_files(corpus.source)
@@ -143,10 +132,7 @@ def fingerprint(corpus: CorpusConfig) -> str:
 def _sources(corpus: CorpusConfig) -> list[Source]:
     if corpus.source == "embedded":
         rows = [json.dumps({corpus.text_field: text}).encode() for text in embedded_texts()]
-        return [Source("lines", partial(_blocks_of_rows, rows), "embedded", len(rows), len(rows))]
-    if corpus.source.startswith("hub:"):
-        rows = hub_rows(corpus)
-        return [Source("arrow", partial(hub_blocks, corpus), corpus.source, rows, rows)]
+        return [Source("lines", partial(_blocks_of_rows, rows), "embedded", len(rows))]
     return [_file_source(file, corpus) for file in corpus_files(corpus.source)]
 
 

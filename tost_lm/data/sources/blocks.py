@@ -69,7 +69,7 @@ class CorpusBlock:
     """JSON lines; an Arrow IPC stream of one column; plain text (one document a file or a line)."""
     payload: bytes
     where: str
-    """The file, hub dataset or other source, for messages."""
+    """The file or other source, for messages."""
     first_row: int
     """Number of the first row in the corpus."""
     rows: int
@@ -78,8 +78,8 @@ class CorpusBlock:
     """Number of the first line or row in `where`, for messages."""
     end: Position
     """Where the next block begins."""
-    fraction_read: float | None
-    """Fraction of the corpus read after this block, 0 to 1; None: the size of the corpus is unknown."""
+    fraction_read: float
+    """Fraction of the corpus read after this block, 0 to 1."""
 
     @property
     def unit(self) -> Literal["line", "row"]:
@@ -101,21 +101,19 @@ class SourceBlock(NamedTuple):
 
 
 class Source(NamedTuple):
-    """One file of a corpus, the embedded corpus or a hub dataset."""
+    """One file of a corpus, or the embedded corpus."""
 
     kind: Literal["lines", "arrow", "text"]
     blocks: Callable[[int, int], Iterator[SourceBlock]]
     """From an offset and a block size in bytes to the blocks."""
     where: str
     """The name in messages."""
-    size: int | None
-    """In the unit of `SourceBlock.consumed`; None: unknown."""
-    rows: int | None = None
-    """Number of rows; None: unknown before all blocks are read."""
+    size: int
+    """In the unit of `SourceBlock.consumed`."""
 
 
 class CorpusFormat(NamedTuple):
-    """A format of corpus files. Its rows become JSON lines, one column of an Arrow table or plain text."""
+    """A format of corpus files. Its rows become JSON lines, one column of a table or plain text."""
 
     endings: tuple[str, ...]
     """In lower case."""
@@ -144,7 +142,7 @@ class BadRow(NamedTuple):
 
     row: int
     where: str
-    """For example `FILE, line 7` or `hub:NAME, row 7`."""
+    """For example `FILE, line 7` or `FILE, row 7` of a table."""
     reason: str
 
 
@@ -207,8 +205,7 @@ def _column(payload: bytes) -> Iterator[str | bytes | dict[str, Any] | None]:
             values = batch.column(0).to_pylist()
         except UnicodeDecodeError:
             column = batch.column(0)
-            binary = pyarrow.large_binary() if pyarrow.types.is_large_string(column.type) else pyarrow.binary()
-            values = column.cast(binary).to_pylist()
+            values = column.cast(pyarrow.large_binary()).to_pylist()
         yield from map(json.loads, values) if batch.schema.names == [ROW] else values
 
 

@@ -9,12 +9,12 @@ from typing import NamedTuple, NoReturn
 
 from tost_lm.data.sources.blocks import CorpusFormat, listed
 from tost_lm.data.sources.lines import COMPRESSIONS, JSON_LINES, TEXT
-from tost_lm.data.sources.tables import ARROW, PARQUET
+from tost_lm.data.sources.tables import PARQUET
 from tost_lm.errors import DataError
 from tost_lm.files import regular_file
 from tost_lm.remote import RemotePath, as_path, glob_files, list_files
 
-FORMATS = (TEXT, JSON_LINES, PARQUET, ARROW)
+FORMATS = (TEXT, JSON_LINES, PARQUET)
 _COMPRESSED, _OTHERS = (
     [ending for one in FORMATS if one.may_be_compressed == choice for ending in one.endings] for choice in (True, False)
 )
@@ -66,7 +66,7 @@ def corpus_files(source: str) -> list[CorpusFile]:
         else:
             raise DataError(
                 f"corpus.source {source}: no such file or folder; "
-                "set it to a file, a folder, a glob, hub:NAME or embedded"
+                "set it to a file, a folder, a glob, hf://datasets/NAME or embedded"
             )
         for _, file in found:
             if format_of(file) is None:

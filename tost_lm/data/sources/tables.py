@@ -1,12 +1,7 @@
-"""Tables: Parquet and Arrow files, and datasets of the Hugging Face hub or of a folder that the datasets library reads.
-
-The column of texts, or of rows as JSON, is cut into blocks by its bytes.
-"""
+"""Parquet files. The column of texts, or of rows as JSON, is cut into blocks by its bytes."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,27 +10,25 @@ import numpy as np
 from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.sources.blocks import ROW, ROW_LIMIT, CorpusFormat, SourceBlock, divided_fields, listed, too_long
 from tost_lm.data.sources.chats import TOOLS
-from tost_lm.errors import DataError, first_line
+from tost_lm.errors import DataError
 from tost_lm.remote import RemotePath, RemoteReader
 
 PARQUET_ROWS = 16
 """Read at once: few, because a dictionary may repeat one long text."""
-EXPANSION, EXPANDED_BYTES = 1000, 1 << 26
-"""How much a column may expand, and beyond it the bytes in memory. Natural text is compressed 3 to 20 times."""
 ROW_OVERHEAD = 16
 """Bytes added to the size of each row's text, so that a block of empty rows ends too."""
 
 
 def parquet_blocks(path: Path, size: int, corpus: CorpusConfig, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
     """Blocks of a Parquet file from row `offset`; earlier row groups are not read."""
+    import pyarrow
     from pyarrow import parquet
 
-    with parquet.ParquetFile(_source(path), pre_buffer=False, buffer_size=1 << 20) as file:
+    source = pyarrow.PythonFile(RemoteReader(path), "r") if isinstance(path, RemotePath) else path
+    with parquet.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20) as file:
         total = file.metadata.num_rows
         columns = columns_of(str(path), file.schema_arrow, corpus.text_field)
         groups = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
-        for index in range(len(groups)):
-            _check_expansion(path, file.metadata.row_group(index), columns)
         first = skipped = 0
         while first < len(groups) and skipped + groups[first] <= offset:
             skipped += groups[first]
@@ -47,38 +40,7 @@ def parquet_blocks(path: Path, size: int, corpus: CorpusConfig, offset: int, blo
         yield from column_blocks(str(path), columns, arrays, offset, block_bytes, lambda row: size * row // total)
 
 
-def _check_expansion(path: Path, group: Any, columns: "Columns") -> None:
-    """Raise DataError if a row group expands so much that its pages, which are read whole, would fill the memory."""
-    for column in map(group.column, range(group.num_columns)):
-        unpacked, packed = column.total_uncompressed_size, max(column.total_compressed_size, 1)
-        at_once = unpacked * (PARQUET_ROWS if column.has_dictionary_page else 1)  # all rows may be its longest entry
-        name = column.path_in_schema.partition(".")[0]
-        if name in columns.names and unpacked > EXPANSION * packed and at_once > EXPANDED_BYTES:
-            raise DataError(
-                f"{path}: column {name!r} expands {unpacked // packed:,} times, from {packed:,} bytes to "
-                f"{at_once:,}; remove the file, or write it without compression and dictionaries"
-            )
-
-
-def _source(path: Path) -> Any:
-    """What pyarrow opens."""
-    import pyarrow
-
-    return pyarrow.PythonFile(RemoteReader(path), "r") if isinstance(path, RemotePath) else path
-
-
-def arrow_blocks(path: Path, size: int, corpus: CorpusConfig, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
-    """Blocks of an Arrow file or stream from row `offset`."""
-    with _arrow_batches(path) as (_, batches):  # texts are read only if they are compressed
-        total = sum(batch.num_rows for batch in batches)
-    with _arrow_batches(path) as (schema, batches):
-        columns = columns_of(str(path), schema, corpus.text_field)
-        arrays = _from_row(offset, map(columns.texts, batches))
-        yield from column_blocks(str(path), columns, arrays, offset, block_bytes, lambda row: size * row // total)
-
-
 PARQUET = CorpusFormat((".parquet",), "arrow", parquet_blocks)
-ARROW = CorpusFormat((".arrow",), "arrow", arrow_blocks)
 
 
 class Columns(NamedTuple):
@@ -89,11 +51,11 @@ class Columns(NamedTuple):
     """`text`, or ROW: rows as JSON."""
 
     def texts(self, batch: Any) -> Any:
-        """The strings of a record batch."""
-        if self.content != ROW:
-            return batch.column(self.names[0])
+        """The strings of a record batch, of one type."""
         import pyarrow
 
+        if self.content != ROW:
+            return batch.column(self.names[0]).cast(pyarrow.large_string())
         rows = (json.dumps(row, default=str) for row in batch.select(self.names).to_pylist())
         return pyarrow.array(rows, pyarrow.large_string())
 
@@ -125,16 +87,19 @@ def column_blocks(
     A block ends with the text that brings it to `block_bytes`, wherever the arrays end, so reading may resume at the
     end of any block. `consumed` maps a row to the amount read before it.
     """
+    from pyarrow import compute
+
     arrays, size, rows = [], 0, 0
     for column in texts:
-        lengths = _lengths(column)
+        sizes = compute.call_function("binary_length", [column])
+        lengths = compute.fill_null(sizes, 0).to_numpy(zero_copy_only=False)
         if (lengths > ROW_LIMIT).any():
             raise too_long(f"{where}: a text")
         ends = np.cumsum(lengths + ROW_OVERHEAD)
         begin = before = 0
         while begin < len(column):
             stop = int(np.searchsorted(ends, before + block_bytes - size)) + 1
-            arrays.append(_plain(column[begin:stop]))
+            arrays.append(column[begin:stop])
             count = len(arrays[-1])
             row, rows, begin = row + count, rows + count, begin + count
             size += int(ends[begin - 1]) - before
@@ -146,46 +111,11 @@ def column_blocks(
         yield SourceBlock(_stream_bytes(columns.content, arrays), rows, rows, row, consumed(row))
 
 
-@contextmanager
-def _arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
-    """Schema and record batches of an Arrow file (Feather) or of an Arrow stream (written by datasets).
-
-    All columns: a selection makes pyarrow copy a batch that otherwise stays in the mapped file.
-    """
-    import pyarrow
-
-    with _source(path) if isinstance(path, RemotePath) else pyarrow.memory_map(str(path)) as source:
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        yield reader.schema, map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
-
-
 def _from_row(skip: int, columns: Iterable[Any]) -> Iterator[Any]:
     for column in columns:
         if len(column) > skip:
             yield column[skip:]
         skip = max(0, skip - len(column))
-
-
-def _lengths(column: Any) -> Any:
-    """Bytes of each text, int64; 0 for null."""
-    import pyarrow
-    from pyarrow import compute
-
-    if pyarrow.types.is_dictionary(column.type):
-        lengths = pyarrow.array(_lengths(column.dictionary)).take(column.indices)
-    else:
-        lengths = compute.call_function("binary_length", [_plain(column)]).cast(pyarrow.int64())
-    return compute.fill_null(lengths, 0).to_numpy(zero_copy_only=False)
-
-
-def _plain(column: Any) -> Any:
-    """Dictionaries and views as plain strings."""
-    import pyarrow
-
-    plain = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
-    return column if plain else column.cast(pyarrow.large_string())
 
 
 def _stream_bytes(name: str, arrays: list[Any]) -> bytes:
@@ -196,80 +126,3 @@ def _stream_bytes(name: str, arrays: list[Any]) -> bytes:
     with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
         stream.write_batch(batch)
     return sink.getvalue().to_pybytes()
-
-
-BATCH_ROWS = 256
-SCRIPT = "Dataset scripts are no longer supported"
-
-
-def hub_blocks(corpus: CorpusConfig, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
-    """Blocks of a hub dataset from row `offset`."""
-
-    tables = _hub_tables(corpus, offset)
-    if (table := next(tables, None)) is None:
-        return
-    columns = columns_of(f"corpus.source {corpus.source}", table.schema, corpus.text_field)
-    texts = (columns.texts(batch) for one in chain([table], tables) for batch in one.to_batches())
-    yield from column_blocks(corpus.source, columns, texts, offset, block_bytes, lambda row: row)
-
-
-def hub_fingerprint(corpus: CorpusConfig) -> str:
-    """The datasets library's identity of the revision; for a folder, of its files and their modification times."""
-    with _explained(corpus):
-        import datasets
-
-        builder = _builder(corpus)
-        is_folder = Path(_name(corpus)).exists()
-        return datasets.fingerprint.Hasher.hash(builder.config.data_files) if is_folder else builder.hash
-
-
-def hub_rows(corpus: CorpusConfig) -> int | None:
-    """Number of rows: counted if the dataset is downloaded, else from its metadata; None: the metadata has none."""
-    with _explained(corpus):
-        if not corpus.hub_streaming:
-            return len(_load(corpus))
-        splits = _builder(corpus).info.splits or {}
-        return splits[corpus.hub_split].num_examples or None if corpus.hub_split in splits else None
-
-
-def _hub_tables(corpus: CorpusConfig, offset: int) -> Iterator[Any]:
-    """Rows from `offset` as Arrow tables of at most BATCH_ROWS."""
-    with _explained(corpus):
-        yield from _load(corpus).skip(offset).with_format("arrow").iter(BATCH_ROWS)
-
-
-def _load(corpus: CorpusConfig) -> Any:
-    import datasets
-
-    return datasets.load_dataset(
-        _name(corpus),
-        corpus.hub_subset,
-        split=corpus.hub_split,
-        revision=corpus.hub_revision,
-        streaming=corpus.hub_streaming,
-    )
-
-
-def _builder(corpus: CorpusConfig) -> Any:
-    import datasets
-
-    return datasets.load_dataset_builder(_name(corpus), corpus.hub_subset, revision=corpus.hub_revision)
-
-
-def _name(corpus: CorpusConfig) -> str:
-    return corpus.source.removeprefix("hub:")
-
-
-@contextmanager
-def _explained(corpus: CorpusConfig) -> Iterator[None]:
-    """A failure of the library or the network becomes one line."""
-    try:
-        yield
-    except ImportError as error:
-        raise DataError(f"corpus.source {corpus.source}: {error}: pip install datasets") from None
-    except Exception as error:  # the library's own errors, the hub client's and the network's
-        problem = first_line(error)
-        fix = "check the name, corpus.hub_subset, corpus.hub_split and the network"
-        if SCRIPT in problem:
-            fix = "set corpus.hub_revision=refs/convert/parquet"
-        raise DataError(f"corpus.source {corpus.source}: cannot be loaded: {problem}; {fix}") from None

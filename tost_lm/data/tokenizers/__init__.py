@@ -5,12 +5,11 @@ from pathlib import Path
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import CHAT_FILES, fingerprint
 from tost_lm.data.tokenizers.fast import fastest
-from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.data.tokenizers.hf import HfTokenizer, eos_token, hf_tokenizer
 from tost_lm.data.tokenizers.interface import SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.lossless import LosslessTokenizer
-from tost_lm.data.tokenizers.training import model_path, retrain_reason
-from tost_lm.errors import DataError
+from tost_lm.data.tokenizers.training import retrain_reason
+from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import regular_file
 from tost_lm.remote import local_copy
 
@@ -35,17 +34,18 @@ def make_tokenizer(config: DataPrepConfig) -> Tokenizer:
     """The tokenizer of a configuration.
 
     Raises:
-        DataError: the SentencePiece model is missing or has other settings; GPT-2's files are missing; the
-            tokenizer.json is missing, damaged, not lossless or without the end-of-text token.
+        ConfigError: a SentencePiece model has its own end-of-text token.
+        DataError: the SentencePiece model is missing or has other settings; the tokenizer.json is missing, damaged,
+            not lossless or without the end-of-text token.
     """
-    if config.tokenizer.kind == "gpt2":
-        return gpt2_tokenizer(config.tokenizer.path and local_copy(config.tokenizer.path))
     if folder := tokenizer_folder(config):
         eot_token = config.tokenizer.eot_token or eos_token(folder)
         return hf_tokenizer(folder / "tokenizer.json", eot_token, config.corpus.normalization)
-    path = local_copy(model_path(config))
-    if config.tokenizer.kind == "hf":
+    path = local_copy(config.tokenizer.path)
+    if path.suffix == ".json" and path.name != HfTokenizer.file_name:
         return hf_tokenizer(path, config.tokenizer.eot_token, config.corpus.normalization)
+    if config.tokenizer.eot_token:
+        raise ConfigError(f"tokenizer.eot_token {config.tokenizer.eot_token}: {path.name} has its own; remove it")
     if config.tokenizer.vocab_size is None:
         return read_tokenizer(path)
     if reason := retrain_reason(config, fingerprint(config.corpus)):
@@ -60,7 +60,7 @@ def make_tokenizer(config: DataPrepConfig) -> Tokenizer:
 def tokenizer_folder(config: DataPrepConfig) -> Path | None:
     """The folder of the Hugging Face library in `tokenizer.path`, of a URL a copy of its small files; None: a file."""
     path, files = config.tokenizer.path, ("tokenizer.json", "config.json", *CHAT_FILES)
-    if path is None or config.tokenizer.kind == "gpt2" or config.tokenizer.vocab_size:
+    if config.tokenizer.vocab_size:
         return None
     copy = local_copy(path, wanted=lambda name: name in (path.name, *files))
     return copy if copy.is_dir() else None

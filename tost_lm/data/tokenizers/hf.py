@@ -176,7 +176,7 @@ def eos_token(folder: Path) -> str | None:
             return _parse((folder / "tokenizer.json").read_text("utf-8")).id_to_token(eos)
         named = tokenizer.get("eos_token")
         return named["content"] if isinstance(named, dict) else named
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, OverflowError, DataError) as error:
         raise DataError(f"tokenizer.path {folder}: damaged: {first_line(error)}; copy its files again") from None
 
 

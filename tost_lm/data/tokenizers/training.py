@@ -4,8 +4,10 @@ A record of its settings and corpus decides whether a trained tokenizer can be r
 """
 
 import json
-import multiprocessing
+import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
 from pathlib import Path
@@ -13,14 +15,12 @@ from typing import NamedTuple
 
 import xxhash
 
-from tost_lm.data.sentencepiece_process import train
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.sources import BadRow, Splitter, count_rows, parse, read_blocks
 from tost_lm.data.sources.blocks import too_many_bad
 from tost_lm.data.tokenizers.interface import escape
 from tost_lm.errors import DataError
 from tost_lm.files import regular_file, sha256_bytes, sha256_file, write_atomically
-from tost_lm.lifetime import without_interrupts
 from tost_lm.version import VERSION
 
 SAMPLE_SEED = 2**63  # differs from the seed of the split's hash for every tokenizer.seed
@@ -94,6 +94,7 @@ class _Smallest:
         return texts
 
 
+TRAINER = Path(__file__).parents[1] / "sentencepiece_process.py"
 TEXT_CHARACTERS = 4000  # documents exceed SentencePiece's limits; single lines would hide newlines from merges
 
 
@@ -105,27 +106,16 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     Raises:
         DataError: the texts do not allow this vocabulary size; the message has the possible size.
     """
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    trainer = context.Process(target=train, args=([*_short(texts)], vocab_size, sender), name="training", daemon=True)
-    try:
-        with without_interrupts():
-            trainer.start()
-        sender.close()  # so that `recv` ends with the trainer
-        outcome = receiver.recv()
-    except EOFError:
-        trainer.join()
+    command = [sys.executable, "-P", str(TRAINER), str(vocab_size)]
+    done = subprocess.run(command, input=pickle.dumps([*_short(texts)]), capture_output=True)
+    if done.returncode < 0:
         raise DataError(
-            f"SentencePiece's training failed with exit code {trainer.exitcode} (-9: out of memory; lower "
+            f"SentencePiece's training failed with exit code {done.returncode} (-9: out of memory; lower "
             "tokenizer.sample_bytes)"
-        ) from None
-    finally:
-        if trainer.pid:
-            trainer.kill()
-            trainer.join()
-    if isinstance(outcome, str):
-        raise DataError(_explain(outcome, vocab_size))
-    return outcome
+        )
+    if done.returncode:
+        raise DataError(_explain(done.stderr.decode(), vocab_size))
+    return done.stdout
 
 
 def _short(texts: Iterable[str]) -> Iterator[str]:
@@ -141,18 +131,12 @@ def _explain(problem: str, vocab_size: int) -> str:
         return f"tokenizer.vocab_size {vocab_size}: too small for the characters of this text; set at least {least[1]}"
     if "sentences_.empty()" in problem or "all_chars_count" in problem:
         return "no training text; add text or lower corpus.valid_fraction"
-    return f"SentencePiece's training failed: {problem}"
-
-
-def model_path(config: DataPrepConfig) -> Path:
-    """Path of the SentencePiece model or the tokenizer.json."""
-    assert config.tokenizer.path is not None, "the settings check it"
-    return config.tokenizer.path
+    return f"SentencePiece's training failed: {problem.splitlines()[-1]}"
 
 
 def record_path(config: DataPrepConfig) -> Path:
     """Path of the record: the model's name and `.json`."""
-    return model_path(config).with_name(model_path(config).name + ".json")
+    return config.tokenizer.path.with_name(config.tokenizer.path.name + ".json")
 
 
 def write_tokenizer(config: DataPrepConfig, fingerprint: str, model: bytes, documents: int, text_bytes: int) -> None:
@@ -166,15 +150,15 @@ def write_tokenizer(config: DataPrepConfig, fingerprint: str, model: bytes, docu
         "sha256": sha256_bytes(model),
     }
     try:
-        write_atomically(model_path(config), model)
+        write_atomically(config.tokenizer.path, model)
         write_atomically(record_path(config), json.dumps(record, indent=2) + "\n")
     except OSError as error:
-        raise DataError(f"tokenizer.path {model_path(config)}: cannot be written: {error.strerror}") from None
+        raise DataError(f"tokenizer.path {config.tokenizer.path}: cannot be written: {error.strerror}") from None
 
 
 def retrain_reason(config: DataPrepConfig, fingerprint: str) -> str | None:
     """Why the tokenizer on disk differs from the one of `config`, in a few words; None if it does not."""
-    path = model_path(config)
+    path = config.tokenizer.path
     if not path.is_file():
         return "it does not exist yet"
     try:

@@ -1,11 +1,11 @@
-"""Join the partitions of a corpus, which several computers tokenized, to the shards that one would have written.
+"""Join the partitions of a corpus, which several computers tokenized, to one shard folder.
 
     tost prepare shards configs/data/web.toml shards.partition=0/2
     tost prepare shards configs/data/web.toml shards.partition=1/2
     tost prepare merge configs/data/web.toml
 
-Checks that no partition is missing, that all are of the same corpus, settings and tokenizer, and every hash. Run a
-stopped command again to resume.
+Checks that no partition is missing, that all are of the same corpus, settings and tokenizer, and every hash. The shards
+have the documents of one build, in its order.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from tost_lm.data_prep.partitions import with_partition
 
 
 def main(_: Path | None, config: DataPrepConfig) -> None:
-    """Reuse or join the shards."""
+    """Reuse or link the shards."""
     make_shards(with_partition(config, None), partial(checked_partitions, config))
 
 

@@ -1,14 +1,13 @@
 """Tokenize a corpus into shards on all cores. Run a stopped command again to resume.
 
     tost prepare shards configs/data/embedded.toml
-    tost prepare shards corpus.source='books/*.jsonl.gz' shards.folder=data/books/shards \\
-        tokenizer.kind=gpt2 tokenizer.path=gpt2_bpe
+    tost prepare shards corpus.source='books/*.jsonl.gz' shards.folder=data/books/shards tokenizer.path=gpt2
 
 Writes Megatron's .bin and .idx files, the tokenizer and manifest.json to shards.folder. Existing shards of the same
 corpus, settings and tokenizer are verified and reused, and built again if damaged; others are replaced only with
 shards.rebuild=true. Train a SentencePiece tokenizer first, with
-`tost prepare tokenizer`. If tokenizer.vocab_size is unset, any model in tokenizer.path is used. With tokenizer.kind=hf,
-tokenizer.path is a tokenizer.json, and tokenizer.eot_token is the token that ends a document. Files of a source folder
+`tost prepare tokenizer`. If tokenizer.vocab_size is unset, any model in tokenizer.path is used, or a tokenizer.json:
+tokenizer.eot_token is the token that ends a document, which its folder may name. Files of a source folder
 with an unsupported ending are counted and left out.
 
 With shards.partition=i/n, or in a Slurm array, only some files are tokenized; `tost prepare merge` joins the results.

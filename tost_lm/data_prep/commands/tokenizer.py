@@ -17,7 +17,6 @@ from tost_lm.data.sources.blocks import corpus_changed
 from tost_lm.data.tokenizers import SentencePieceTokenizer
 from tost_lm.data.tokenizers.lossless import first_loss
 from tost_lm.data.tokenizers.training import (
-    model_path,
     retrain_reason,
     sample_texts,
     train_sentencepiece,
@@ -31,12 +30,12 @@ CHECKED_BYTES = 8_000_000  # takes a few seconds
 
 def main(_: Path | None, config: DataPrepConfig) -> None:
     """Train the tokenizer, check that it is lossless, write it."""
-    if (kind := config.tokenizer.kind) != "sentencepiece":
-        print(f"tokenizer.kind {kind}: nothing to train; run tost prepare shards")
-        return
-    path, vocab_size = model_path(config), config.tokenizer.vocab_size
+    path, vocab_size = config.tokenizer.path, config.tokenizer.vocab_size
     if vocab_size is None:
-        raise ConfigError("tokenizer.vocab_size: not set; set the size of the vocabulary to train, for example 32768")
+        raise ConfigError(
+            "tokenizer.vocab_size: not set; set the size of the vocabulary to train, for example 32768, or run tost "
+            "prepare shards, which uses a tokenizer as it is"
+        )
     corpus_fingerprint = fingerprint(config.corpus)
     if left_out := left_out_files(config.corpus.source):
         print(left_out)

@@ -35,9 +35,9 @@ from tost_lm.data.tokenizers.interface import ESCAPED, PIECE_BEYOND_WORD, SPACE_
 from tost_lm.errors import CheckpointError
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, write_atomically
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
-from tost_lm.interop.card import SELF_CONTAINED_USAGE, TRANSFORMERS_USAGE, model_card
+from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
 from tost_lm.interop.hf.cache import TostCache
-from tost_lm.interop.hf.model import TostConfig, TostForCausalLM, is_self_contained, seal
+from tost_lm.interop.hf.model import TostConfig, TostForCausalLM, seal
 
 __all__ = ["TostCache", "TostConfig", "TostForCausalLM", "export"]
 
@@ -131,8 +131,6 @@ def export(path: str | Path, folder: str | Path) -> None:
     model = TostForCausalLM.from_run(evaluated.checkpoint)
     fast = fast_tokenizer(tokenizer)
     usage = {} if fast is None else {"usage": USAGE}
-    if fast and is_self_contained(model.model.config):
-        usage = {"usage": SELF_CONTAINED_USAGE, "library": "transformers"}
     card = model_card(evaluated.checkpoint, folder.name, evaluated.home, evaluated.cited_results(), **usage)
     try:
         aside = make_temp_folder(folder)

@@ -3,7 +3,6 @@
 Shapes as in `tost_lm.model`; K: number of columns with logits.
 """
 
-import shutil
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,9 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig, PreTrainedModel, initialization
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, initialization
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from tost_lm.checkpointing.format import FORMAT, MANIFEST, MODEL, StoredTensors, flush_and_hash, read_model_config
 from tost_lm.checkpointing.run_folder import find_checkpoint
@@ -22,9 +23,7 @@ from tost_lm.data.tokenizers import TOKENIZER_FILES, find_tokenizer, read_tokeni
 from tost_lm.errors import CheckpointError, ConfigError
 from tost_lm.files import manifest_bytes, usual_mode, write_atomically
 from tost_lm.inference.foreign_folder import weight_files
-from tost_lm.interop.hf import modeling_tost
 from tost_lm.interop.hf.cache import TostCache
-from tost_lm.interop.hf.modeling_tost import CACHE, real_tokens
 from tost_lm.mixers.plugins import plugin_files
 from tost_lm.model.block import Block, CheckpointWrapper, LMState, no_checkpoint
 from tost_lm.model.config import PRESETS, ModelConfig
@@ -33,19 +32,7 @@ from tost_lm.model.streaming import to_running_dtype
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.ops.initialization import Normal, matrix_std, own_values
 
-MODELING = "modeling_tost.py"
-"""The file beside this one that a folder contains if it alone computes the model: see `is_self_contained`."""
-AUTO_MAP = {"AutoConfig": "modeling_tost.TostConfig", "AutoModelForCausalLM": "modeling_tost.TostForCausalLM"}
-"""In config.json, where the library finds the classes in that file."""
-
-
-def is_self_contained(model: ModelConfig) -> bool:
-    """Whether `MODELING` computes the model: TSSA in every layer, with settings of the published form.
-
-    Sizes, biases, LayerScale, GELU, head, positions and `tssa.denom_bias` are free.
-    """
-    settings = (set(model.letters), model.norm, model.norm_after, model.mlp)
-    return settings == ({"T"}, "layer", "", "gelu")
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"  # before transformers 5.24
 
 
 @strict
@@ -62,7 +49,12 @@ class TostConfig(PreTrainedConfig):
 
     model_type = "tost"
     keys_to_ignore_at_inference = [CACHE]  # noqa: RUF012, the library's
-    attribute_map = modeling_tost.TostConfig.attribute_map
+    attribute_map = {  # noqa: RUF012, the library's
+        "hidden_size": "width",
+        "num_hidden_layers": "layers",
+        "num_attention_heads": "heads",
+        "max_position_embeddings": "context_length",
+    }
 
     bos_token_id: int | None = None
     eos_token_id: int | None = None
@@ -105,22 +97,21 @@ class HiddenStates(Head):
         return x_BTC
 
 
-class TostForCausalLM(modeling_tost.TostForCausalLM):
-    """A `TostLM` as `model`, whose head returns hidden states; if it is tied, the embedding is also `lm_head`.
-
-    What is not here, such as `forward`, is that of the file of the published form. Logits at padding are 0.
-    """
+class TostForCausalLM(PreTrainedModel, GenerationMixin):
+    """A `TostLM` as `model`, whose head returns hidden states; if it is tied, the embedding is also `lm_head`."""
 
     config: TostConfig
     config_class = TostConfig
+    base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _is_stateful = True
+    _input_embed_layer = "embedding"
     accepts_loss_kwargs = True
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012, the library's
     _keys_to_ignore_on_save = ["lm_head.weight"]  # noqa: RUF012, the library's
-    cache_class = TostCache
 
     def __init__(self, config: TostConfig) -> None:
-        PreTrainedModel.__init__(self, config)
+        super().__init__(config)
         self.gradient_checkpointing = False
         model_config = config.to_model()
         self.model = TostLM(model_config, head=HiddenStates)
@@ -143,12 +134,49 @@ class TostForCausalLM(modeling_tost.TostForCausalLM):
         else:
             self.model.head.weight = new_embeddings.weight  # pyright: ignore[reportAttributeAccessIssue]
 
-    def logits(self, x_BKC: Tensor) -> Tensor:
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: TostCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        cache: TostCache | None = None,
+        **others: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits [B, K, V], none in training with labels, the mean loss with labels, and the cache.
+
+        Arguments are the library's. `labels` [B, T] are input_ids with −100 where no loss is counted, `logits_to_keep`
+        the number of last columns with logits, 0 for all, or their indices [K]. Padding at any place, where
+        `attention_mask` [B, columns of the cache + T] is 0, is skipped: positions count tokens only, and logits at
+        padding are 0. A cache, `past_key_values` or `cache`, is updated in place.
+
+        Raises:
+            ConfigError: a row has more tokens than the model's positions.
+            ValueError: the mask does not fit, the cache has other rows or another class, or an argument is unknown.
+        """
+        for name, value in others.items():
+            if value is not None and value is not False:
+                raise ValueError(f"TostForCausalLM does not support {name}: leave it out")
+        cache = past_key_values if cache is None else cache
+        if cache is None and (self.config.use_cache if use_cache is None else use_cache):
+            cache = TostCache()
+        if cache is not None and not isinstance(cache, TostCache):
+            raise ValueError(f"past_key_values is a {type(cache).__name__}: give a TostCache, or leave it out")
+        loss, x_BTC = self._read(input_ids, attention_mask, cache, labels, num_items_in_batch)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits: Any = self._logits(x_BTC[:, kept]) if labels is None or not self.training else None
+        return CausalLMOutputWithPast(loss, logits, **dict[str, Any]({CACHE: cache}))
+
+    def _logits(self, x_BKC: Tensor) -> Tensor:
         """[B, K, V] of hidden states."""
         weight_VC = self.model.head.weight
         return self.lm_head(x_BKC) if weight_VC is None else linear(x_BKC, weight_VC)
 
-    def read(
+    def _read(
         self, tokens_BT: Tensor, mask: Tensor | None, cache: Any, labels_BT: Tensor | None, label_count: Any
     ) -> tuple[Tensor | None, Tensor]:
         """The loss and hidden states [B, T, C]; the cache is updated. With padding, the tokens are read as packed
@@ -157,7 +185,7 @@ class TostForCausalLM(modeling_tost.TostForCausalLM):
             labels_BT = pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
         columns, state = (0, None) if cache is None else (cache.columns, cache.state)
         options = {"label_count": label_count, "output_state": cache is not None}
-        real_BT = None if mask is None else real_tokens(tokens_BT, mask, columns)
+        real_BT = None if mask is None else _real_tokens(tokens_BT, mask, columns)
         if real_BT is None or real_BT.all():
             output = self.model(tokens_BT, labels_BT, state, **options)
             loss, x_BTC, state = output.loss, output.logits, to_running_dtype(output.state)
@@ -179,6 +207,17 @@ class TostForCausalLM(modeling_tost.TostForCausalLM):
         x_1MC = output.logits
         x_BTC = x_1MC.new_zeros(*real_BT.shape, x_1MC.shape[-1]).masked_scatter(real_BT[..., None], x_1MC)
         return output.loss, x_BTC, to_running_dtype(output.state)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *others: Any, **named: Any
+    ) -> Any:
+        mask_BT = model_kwargs.get("attention_mask")
+        if mask_BT is not None and not mask_BT[:, -1].all():
+            raise ValueError("attention_mask ends in padding, which generation cannot continue; pad on the left")
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = TostCache()
+        prepare: Any = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        return prepare(generation_config, model_kwargs, *others, **named)
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: CheckpointWrapper = checkpoint, every_n_layers: int = 1
@@ -225,8 +264,6 @@ class TostForCausalLM(modeling_tost.TostForCausalLM):
     ) -> None:
         """Write config.json, the weights in safetensors and a manifest, for `from_pretrained` and `tost_lm.load`.
 
-        If `is_self_contained`, `MODELING` is beside them, and `from_pretrained` needs no other code.
-
         Args: as in the library.
 
         Raises:
@@ -235,18 +272,21 @@ class TostForCausalLM(modeling_tost.TostForCausalLM):
         folder = Path(save_directory)
         if (folder / MODEL).is_file():
             raise CheckpointError(f"{folder}: holds a checkpoint in another format; give another folder")
-        self_contained = is_self_contained(self.model.config)
-        if self_contained:
-            self.config.auto_map = AUTO_MAP
         super().save_pretrained(save_directory, is_main_process, *others, **named)
         if is_main_process:
-            if self_contained:
-                shutil.copyfile(Path(__file__).with_name(MODELING), folder / MODELING)
             for name, text in plugin_files(self.model.config.pattern).items():
                 (folder / name).write_bytes(text)
             for path in weight_files(folder):
                 usual_mode(path)
             seal(folder)
+
+
+def _real_tokens(tokens_BT: Tensor, mask: Tensor, columns: int) -> Tensor:
+    """Whether each token is not padding, [B, T]. The mask also covers the `columns` before these."""
+    rows, tokens = tokens_BT.shape
+    if mask.shape != (rows, columns + tokens):
+        raise ValueError(f"attention_mask must be {[rows, columns + tokens]}, got {list(mask.shape)}")
+    return mask[:, columns:] != 0
 
 
 def seal(folder: Path) -> None:

@@ -80,7 +80,7 @@ def _start(launch: LoggedLaunch, run_id: str) -> Any:
             dir=launch.folder,
             mode=mode,  # pyright: ignore[reportArgumentType]
             config=launch.config,
-            # wandb's metadata would have the unredacted command line and repository address.
+            # wandb's metadata would have the address of the repository, perhaps with a token.
             settings=wandb.Settings(silent=True, console="off", x_disable_meta=True, disable_git=True),
         )
     except (wandb.Error, ValueError) as error:

@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from evaluations import RETRIEVAL
-from shared_data import GPT2_BPE, skip_without_shared
+from shared_data import gpt2_tokenizer, skip_without_shared
 
 from tost_lm.config import validate
 from tost_lm.data.tokenizers import Tokenizer
-from tost_lm.data.tokenizers.gpt2 import gpt2_tokenizer
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.inference.generation import ForeignFacts
 from tost_lm.tasks.association import FORM as ASSOCIATION
@@ -30,7 +29,7 @@ def either(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Tokenizer:
     if request.param == "SentencePiece":
         return tokenizer
     skip_without_shared()
-    return gpt2_tokenizer(GPT2_BPE)
+    return gpt2_tokenizer()
 
 
 def texts(task: KeyedQueries, length: int, samples: int = SAMPLES) -> list[AskedText]:
