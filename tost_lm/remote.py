@@ -23,7 +23,7 @@ import xxhash
 
 from tost_lm.errors import StorageError, TostError, first_line, install_hint
 from tost_lm.files import open_lock, publish_folder, regular_file, sha256_bytes
-from tost_lm.redaction import redact_urls
+from tost_lm.redaction import redact_text
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "file": "fsspec", "memory": "fsspec"}
 """The schemes of URLs, and the package that reads each."""
@@ -427,7 +427,7 @@ def _explained(url: Path) -> Iterator[None]:
         raise StorageError(f"{url}: the package {package} is not installed; {install_hint('remote')}") from None
     except Exception as error:
         missing = isinstance(error, FileNotFoundError)
-        problem = "no such file or folder" if missing else redact_urls(first_line(error))
+        problem = "no such file or folder" if missing else redact_text(first_line(error))
         raise StorageError(
             f"{url}: {problem}; check the URL, the credentials and the network, then run the same command again"
         ) from None

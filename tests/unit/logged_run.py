@@ -2,14 +2,22 @@
 
 from typing import Any
 
-from tost_lm.pretrain.metrics import Metrics
+from pydantic import Field
 
+from tost_lm.pretrain.metrics import Metrics
+from tost_lm.pretrain.settings import PretrainConfig
+
+SECRET = "planted-3f9a"
 SETTINGS: dict[str, Any] = {
     "model": {"layers": 1, "heads": 1, "width": 4, "vocab_size": 8, "max_positions": 8},
     "data": {"folder": "shards"},
     "train": {"steps": 20, "global_batch_size": 4, "micro_batch_size": 2, "seq_len": 8},
     "run": {"name": "r", "log_interval": 1},
 }
+
+
+class WithSecret(PretrainConfig):
+    hub: dict[str, str] = Field(default={"token": SECRET, "user": "planted-user"})
 
 
 def settings_of(**run: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from tost_lm.model.flops import parameters
 from tost_lm.optim.interface import optimizer_of
 from tost_lm.optim.settings import OptimConfig, warmup_steps
 from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.redaction import redact_text, redact_tree
 
 USAGE = """\
 import tost_lm  # pip install . in a checkout of tost_lm
@@ -87,7 +88,7 @@ def model_card(
     if training and not title:
         title = f"{training.settings['run']['name']}, step {training.progress.step}"
     sections = [
-        f"# {escape(title)}\n\nA causal language model in the format of {library}.",
+        f"# {escape(redact_text(title))}\n\nA causal language model in the format of {library}.",
         f"## Model\n\n{properties(model_rows(folder, model))}",
         _section("Origin", _origin_rows(folder)),
         _section("Training", _rows_of(training) if training else []),
@@ -129,8 +130,8 @@ def _section(title: str, rows: Rows) -> str:
 
 
 def properties(rows: Rows) -> str:
-    """A table of names and values."""
-    return table(("property", "value"), rows)
+    """A table of names and values, without secrets."""
+    return table(("property", "value"), [(name, redact_text(value)) for name, value in rows])
 
 
 def model_rows(folder: Path, model: ModelConfig) -> Rows:
@@ -271,9 +272,9 @@ def _results(
     for results in (one for one in evaluations if "headline" in one):
         headline, identity, totals = results["headline"], results["identity"], results["model"]
         count = f"{totals['examples']:,} examples" if "examples" in totals else f"{totals['documents']:,} documents"
-        text = [f"shards {identity['shards']}"] if identity["shards"] else []
+        text = [redact_text(f"shards {identity['shards']}")] if identity["shards"] else []
         text += [f"test set SHA-256 {identity['data_sha256']}"] if "data_sha256" in identity else []
-        how = [count, *text, *_settings(identity["settings"] or {}), f"tost_lm {identity['tost_lm']}"]
+        how = [count, *text, *_settings(redact_tree(identity["settings"] or {})), f"tost_lm {identity['tost_lm']}"]
         score = format_result(headline, totals)
         rows.append((results["protocol"], headline.replace("_", " "), score, ", ".join(how)))
     if not rows:

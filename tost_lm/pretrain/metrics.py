@@ -30,6 +30,7 @@ from tost_lm.parallel.watchdog import read_heartbeats
 from tost_lm.pretrain.loggers import GuardedLogger, LoggedLaunch, Row, logger_of
 from tost_lm.pretrain.rank_times import STRAGGLES, Slowest, slowest
 from tost_lm.pretrain.settings import PretrainConfig
+from tost_lm.redaction import redact_command, redact_tree
 from tost_lm.version import VERSION, git_commit
 
 PACKAGES = ["torch", "deepspeed", "megatron-core", "sentencepiece", "numpy", "wandb"]
@@ -52,7 +53,7 @@ def write_run_folder(config: PretrainConfig, world_size: int, device: str, plann
         "cpu_count": os.cpu_count(),
         "world_size": world_size,
         "planned": planned,
-        "command": ["tost", "train", *sys.argv[1:]],
+        "command": ["tost", "train", *redact_command(sys.argv[1:])],
     }
     write_atomically(config.run_folder / ENVIRONMENT, json.dumps(environment, indent=1))
 
@@ -89,7 +90,7 @@ class Metrics:
         )
         self.wandb_run_id = progress.wandb_run_id
         """Stored in checkpoints, so that all launches of a run are one wandb run; empty without wandb."""
-        tree = config.model_dump(mode="json")
+        tree = redact_tree(config.model_dump(mode="json"))
         launch = LoggedLaunch(folder, config.run.name, first_step, self.wandb_run_id, tree, config.run.timeouts.close)
         self._loggers = [
             GuardedLogger(name, launch, self.log) for name in config.run.loggers if logger_of(name).is_on()

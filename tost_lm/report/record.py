@@ -16,6 +16,7 @@ from tost_lm.config import leaves, read_toml
 from tost_lm.errors import ConfigError
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.page import column
+from tost_lm.redaction import redact_text
 from tost_lm.tasks.evaluated_model import EvaluatedModel
 
 
@@ -148,10 +149,16 @@ def compared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     Of the checkpoint of a branch only its step counts, because runs with other seeds branch from other trunks.
     """
     return {
-        path: Path(value).name if path == "train.branch_from" and value else value
+        path: _shown_setting(path, value)
         for path, value in leaves(dict(config))
         if path.split(".")[0] not in IGNORED and path not in IGNORED and path != "train.seed"
     }
+
+
+def _shown_setting(path: str, value: Any) -> Any:
+    if path == "train.branch_from":
+        return Path(value).name
+    return redact_text(value) if isinstance(value, str) else value
 
 
 def seed(run: RunRecord) -> int:

@@ -13,6 +13,7 @@ from tost_lm.interop.card import model_rows, properties, training_rows
 from tost_lm.markdown import escape, fenced, table
 from tost_lm.model.flops import parameters
 from tost_lm.page import Page
+from tost_lm.redaction import redact_text
 from tost_lm.report.comparison import UNITS, metrics_table
 from tost_lm.report.record import Group, RunRecord, seed
 from tost_lm.report.training import events, losses, positions
@@ -93,7 +94,11 @@ def files(run: EvaluatedModel, page: Page) -> str:
     rows += [(f"{checkpoint.name}/{name}", f"XXH3 {entry['xxh3']}") for name, entry in read_entries(checkpoint).items()]
     found = [run.results(path.parent.name) or {} for path in sorted(run.folder.glob("eval/*/results.json"))]
     shards = {results["identity"]["shards"]: results["identity"]["shards_fingerprint"] for results in found if results}
-    rows += [(f"{folder}/manifest.json", f"SHA-256 {fingerprint}") for folder, fingerprint in shards.items() if folder]
+    rows += [
+        (f"{redact_text(folder)}/manifest.json", f"SHA-256 {fingerprint}")
+        for folder, fingerprint in shards.items()
+        if folder
+    ]
     return f"## Files\n\n{table(('file', 'hash'), rows)}\n\n{page.figure_files()}"
 
 
@@ -109,7 +114,7 @@ def sample(run: EvaluatedModel) -> str:
     paragraphs = [
         "## Generated text",
         checkpoint_line(run, results),
-        f"End of the prompt {escape(file)}:" if (file := settings.get("prompt_file")) else "Prompt:",
+        f"End of the prompt {escape(redact_text(file))}:" if (file := settings.get("prompt_file")) else "Prompt:",
         fenced(results["prompt"]),
         f"Continuation ({how}, {results['tokens']} tokens, {results['tokens_per_second']:,.0f} tokens/s):",
         fenced(results["text"]),

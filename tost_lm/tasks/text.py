@@ -10,6 +10,7 @@ from tost_lm.inference.text_file import TextFile
 from tost_lm.markdown import escape, table
 from tost_lm.page import Page
 from tost_lm.progress import ProgressBar
+from tost_lm.redaction import redact_text
 from tost_lm.tasks.evaluated_model import EvaluatedModel, checkpoint_line, state_growth
 from tost_lm.tasks.task import Family, Inputs, Measurement, Place, Row, Task
 
@@ -68,7 +69,7 @@ def section(run: EvaluatedModel, page: Page) -> str:
     results = run.results(NAME)
     if results is None:
         return ""
-    model, path = results["model"], results["identity"]["settings"]["text"]["file"]
+    model, path = results["model"], redact_text(results["identity"]["settings"]["text"]["file"])
     scores = f"{model['nats_per_token']:.4f}", f"{model['perplexity_per_token']:,.2f}", f"{model['bits_per_byte']:.4f}"
     return "\n\n".join([
         f"## Text file ({escape(NAME)})",

@@ -54,7 +54,7 @@ def make_run(make_export: Callable[..., Path], tokenizer: Tokenizer, tmp_path: P
         (run / "config.toml").write_text(to_toml(config))
         environment = {
             "tost_lm": "0.1.0", "commit": "0123abcd-dirty", "python": "3.11.7", "device": "cuda", "world_size": 8,
-            "packages": {"torch": "2.11.0", "wandb": None}, "command": ["tost", "train"],
+            "packages": {"torch": "2.11.0", "wandb": None}, "command": ["tost", "train", "hub.token=planted"],
         }  # fmt: skip
         (run / "env.json").write_text(json.dumps(environment))
         return run
@@ -75,7 +75,7 @@ def write_measurements(run: Path) -> None:
         identity = {
             "checkpoint_sha256": checkpoint_sha256, "tost_lm": "0.1.0", "shards": None,
             "data_sha256": SHA256,
-            "settings": {"lambada": {"limit": 50, "file": None}},
+            "settings": {"lambada": {"limit": 50, "file": None}, "hub": {"token": "planted or not"}},
         }  # fmt: skip
         totals = {"accuracy": 0.25, "accuracy_standard_error": 0.0625, "examples": 48}
         results = {"protocol": name, "identity": identity, "headline": "accuracy", "model": totals}
@@ -155,7 +155,7 @@ def test_a_card_states_the_record_of_the_run(make_run: Callable[..., Path], tmp_
         "lambada@one accuracy": ["40.00% ± 1.00%", of_step_4],
         "lambada@two accuracy": [
             "25.00% (14.92% to 38.78%)",
-            f"48 examples, test set SHA-256 {SHA256}, lambada.limit=50, tost_lm 0.1.0",
+            f"48 examples, test set SHA-256 {SHA256}, lambada.limit=50, hub.token=[redacted], tost_lm 0.1.0",
         ],
     }
     assert f"- There are {256 / count:.2g} training tokens per parameter." in text
@@ -194,6 +194,16 @@ def test_branches_mixtures_and_initial_weights(make_run: Callable[..., Path]):
     rows = rows_of(model_card(step_folder(run, 4), run=run), "Training")
     assert rows["start"] == [f"branch of {trunk}; manifest SHA-256 {SHA256}"]
     assert rows["stage start"][0].endswith("; 75.0% data/b, 25.0% data/a")
+
+
+def test_secrets_are_redacted(make_run: Callable[..., Path], tmp_path: Path):
+    secret = {"folder": "mnt/https:/user:planted@host/shards"}
+    run = make_run(data=secret, train={"initial_weights": "models/token=planted"})
+    write_measurements(run)
+    export(run, tmp_path / "hf")
+    card = (tmp_path / "hf/README.md").read_text()
+    assert "planted" not in card
+    assert rows_of(card, "Training")["start"] == ["weights of models/token=[redacted], with a new optimizer"]
 
 
 def test_the_code_of_a_card_runs_where_the_card_lies(

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from logged_run import log_steps, settings_of
+from logged_run import SECRET, WithSecret, log_steps, settings_of
 
 from tost_lm.checkpointing.format import Progress
 from tost_lm.config import validate
 from tost_lm.pretrain.metrics import Metrics
-from tost_lm.pretrain.settings import PretrainConfig
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install '.[tensorboard]'")
 
@@ -30,7 +29,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def open_metrics(progress: Progress, **run: Any) -> Metrics:
     settings = settings_of(**{"loggers": ["tensorboard"], **run})
-    return Metrics(validate(PretrainConfig, settings, "test"), progress, 1, torch.device("cpu"))
+    return Metrics(validate(WithSecret, settings, "test"), progress, 1, torch.device("cpu"))
 
 
 def shown() -> dict[str, dict[int, float]]:
@@ -67,6 +66,13 @@ def test_a_run_that_restarts_before_its_first_checkpoint_shows_its_new_steps():
     log_steps(again, 1, 2)
     again.close()
     assert shown()["lr"].keys() == {1, 2}
+
+
+def test_the_settings_are_recorded_without_secrets():
+    open_metrics(Progress(0, 0)).close()
+    data = b"".join(file.read_bytes() for file in FOLDER.iterdir())
+    assert b"planted-user" in data
+    assert SECRET.encode() not in data
 
 
 def test_training_goes_on_without_event_files():

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from logged_run import log_steps, settings_of
+from logged_run import SECRET, WithSecret, log_steps, settings_of
 from wandb_files import history
 
 from tost_lm.checkpointing.format import Progress
@@ -21,22 +21,25 @@ from tost_lm.errors import ConfigError
 from tost_lm.pretrain.metrics import Metrics, write_run_folder
 from tost_lm.pretrain.settings import PretrainConfig
 
-CPU, KEY = torch.device("cpu"), "planted3f9a".ljust(40, "0")
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setenv("WANDB_API_KEY", SECRET.ljust(40, "0"))
+    monkeypatch.setattr(sys, "argv", ["train.py", f"hub.token={SECRET}", "--password", SECRET, "run.name=r"])
     (tmp_path / "runs/r").mkdir(parents=True)
     return tmp_path / "runs/r"
 
 
 def open_metrics(progress: Progress, **run: Any) -> Metrics:
-    config = validate(PretrainConfig, settings_of(**run), "test")
+    settings = settings_of(**run)
+    config = validate(PretrainConfig, settings, "test")
     write_run_folder(config, world_size=1, device="cpu", planned={})
-    return Metrics(config, progress, 1, CPU)
+    return Metrics(validate(WithSecret, settings, "test"), progress, 1, CPU)
 
 
 def train_until_killed() -> None:
@@ -78,8 +81,11 @@ def test_a_run_that_was_killed_and_resumed_is_one_run(folder: Path):
     assert headlines == {4: 0.04, 8: 0.08, 12: 0.12}
 
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert [path for path, data in files.items() if KEY.encode() in data] == []
-    assert b"global_batch_size" in files[before]  # the settings are there
+    assert [path for path, data in files.items() if SECRET.encode() in data] == []
+    assert b"planted-user" in files[before]  # the settings are there
+    assert json.loads(files[folder / "env.json"])["command"] == [
+        "tost", "train", "hub.token=[redacted]", "--password", "[redacted]", "run.name=r",
+    ]  # fmt: skip
 
 
 def test_training_goes_on_when_the_process_of_wandb_is_killed(folder: Path, capfd: pytest.CaptureFixture[str]):
