@@ -92,8 +92,11 @@ class Metrics:
         """Stored in checkpoints, so that all launches of a run are one wandb run; empty without wandb."""
         tree = redact_tree(config.model_dump(mode="json"))
         launch = LoggedLaunch(folder, config.run.name, first_step, self.wandb_run_id, tree, config.run.timeouts.close)
+        own = config.run.logger_settings
         self._loggers = [
-            GuardedLogger(name, launch, self.log) for name in config.run.loggers if logger_of(name).is_on()
+            GuardedLogger(name, launch, own.get(Path(name).stem, {}), self.log)
+            for name in config.run.loggers
+            if logger_of(name).is_on()
         ]
         self.wandb_run_id = next((one.run_id for one in self._loggers if one.run_id), self.wandb_run_id)
 

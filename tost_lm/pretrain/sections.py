@@ -200,6 +200,8 @@ class RunConfig(Section):
     """Steps between log lines and rows of metrics.jsonl."""
     loggers: list[str] = Field(default=["wandb"])
     """Where the rows of the JSONL files are shown as well: wandb, whose own variables say how (WANDB_MODE: default offline; WANDB_PROJECT: default tost_lm), tensorboard, or a Python file with a logger of your own."""
+    logger_settings: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Settings of loggers of your own, by the names of their files without .py."""
     stop_at_step: int | None = Field(default=None, gt=0)
     """Save and stop after this step; a later launch resumes from it."""
     max_minutes: float | None = Field(default=None, gt=0)
@@ -217,7 +219,7 @@ class RunConfig(Section):
     def _loggers_exist(self, info: ValidationInfo) -> "RunConfig":
         if is_from_user(info):
             try:
-                check_loggers(self.loggers)
+                check_loggers(self.loggers, self.logger_settings)
             except ConfigError as error:
                 raise ValueError(str(error)) from None
         return self

@@ -1,6 +1,7 @@
-"""A logger of a user: its rows, its errors, and files that are none."""
+"""A logger of a user: its rows and settings, its errors, and files that are none."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,19 +15,26 @@ from tost_lm.pretrain.settings import PretrainConfig
 
 LOGGER = """
 from pathlib import Path
+from tost_lm.config import Section
 from tost_lm.pretrain.loggers import Logger, register
 
+class Settings(Section):
+    file: str
+    fails_at: int = 0
+
 class ToAFile(Logger):
-    def __init__(self, launch):
-        self.lines, self.run_id = [f"after {launch.first_step}"], "the run"
+    settings = Settings
+
+    def __init__(self, launch, settings):
+        self.settings, self.lines, self.run_id = settings, [f"after {launch.first_step}"], "the run"
 
     def log(self, row):
-        if row["step"] == FAILS_AT:
+        if row["step"] == self.settings.fails_at:
             raise OSError("the server is gone")
         self.lines.append(" ".join(row))
 
     def close(self):
-        Path("shown.txt").write_text("\\n".join(self.lines))
+        Path(self.settings.file).write_text("\\n".join(self.lines))
 
 register(ToAFile)
 """
@@ -36,16 +44,17 @@ register(ToAFile)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs/r").mkdir(parents=True)
+    Path("mine.py").write_text(LOGGER)
 
 
-def metrics_with(fails_at: int = 0) -> Metrics:
-    Path("mine.py").write_text(LOGGER.replace("FAILS_AT", str(fails_at)))
-    config = validate(PretrainConfig, settings_of(loggers=["mine.py"]), "test", from_user=True)
+def metrics_with(**own: Any) -> Metrics:
+    settings = settings_of(loggers=["mine.py"], logger_settings={"mine": own})
+    config = validate(PretrainConfig, settings, "test", from_user=True)
     return Metrics(config, Progress(2, 2), 1, torch.device("cpu"))
 
 
-def test_it_gets_every_row():
-    metrics = metrics_with()
+def test_it_gets_every_row_and_its_settings():
+    metrics = metrics_with(file="shown.txt")
     assert metrics.wandb_run_id == "the run"
     log_steps(metrics, 3, 4)
     metrics.close()
@@ -57,7 +66,7 @@ def test_it_gets_every_row():
 
 
 def test_its_first_error_is_a_warning(capsys: pytest.CaptureFixture[str]):
-    metrics = metrics_with(fails_at=4)
+    metrics = metrics_with(file="shown.txt", fails_at=4)
     log_steps(metrics, 3, 6)
     metrics.close()
     assert capsys.readouterr().out.count("mine failed (the server is gone); metrics.jsonl continues") == 1
@@ -66,17 +75,20 @@ def test_its_first_error_is_a_warning(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize(
-    ("logger", "problem"),
+    ("loggers", "own", "problem"),
     [
-        ("wanbd", "run.loggers: no such logger: wanbd; choose from wandb, tensorboard, or name a file"),
-        ("none.py", "run.loggers none.py: cannot be read: No such file or directory"),
-        ("empty.py", "run.loggers empty.py: registers no logger; call tost_lm.pretrain.loggers.register in it"),
+        (["wanbd"], {}, "run.loggers: no such logger: wanbd; choose from wandb, tensorboard, or name a file"),
+        (["none.py"], {}, "run.loggers none.py: cannot be read: No such file or directory"),
+        (["empty.py"], {}, "run.loggers empty.py: registers no logger; call tost_lm.pretrain.loggers.register in it"),
+        (["mine.py"], {"mine": {"file": "x", "fail": 1}}, "run.logger_settings.mine: fail: unknown key"),
+        (["mine.py"], {}, "run.logger_settings.mine: file: must be set"),
+        (["mine.py"], {"yours": {}}, "run.logger_settings.yours: run.loggers has no such logger; remove it"),
     ],
 )
-def test_mistakes_are_one_line(logger: str, problem: str):
+def test_mistakes_are_one_line(loggers: list[str], own: dict[str, Any], problem: str):
     Path("empty.py").touch()
     with pytest.raises(ConfigError) as error:
-        validate(PretrainConfig, settings_of(loggers=[logger]), "test", from_user=True)
+        validate(PretrainConfig, settings_of(loggers=loggers, logger_settings=own), "test", from_user=True)
     assert problem in str(error.value)
 
 

@@ -10,11 +10,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from tost_lm.config import Section, validate
 from tost_lm.errors import ConfigError, first_line
 from tost_lm.user_files import RUNNING, run_user_file
 
 Row = Mapping[str, Any]
 """Values by name, with `step`; a value may be None."""
+
+
+class NoSettings(Section):
+    """The logger has no settings."""
 
 
 class LoggedLaunch(NamedTuple):
@@ -40,11 +45,13 @@ class Logger(ABC):
     """What it imports; empty: nothing that may be missing."""
     extra: ClassVar[str] = "train"
     """The extra of this project that installs the package."""
+    settings: ClassVar[type[Section]] = NoSettings
+    """Of `run.logger_settings`."""
     run_id = ""
     """Identifies the run to the logger; empty: it needs none."""
 
     @abstractmethod
-    def __init__(self, launch: LoggedLaunch) -> None:
+    def __init__(self, launch: LoggedLaunch, settings: Any) -> None:
         """Raises ConfigError if a setting of the user is wrong, which ends the launch."""
 
     @abstractmethod
@@ -85,22 +92,25 @@ def logger_of(name: str) -> type[Logger]:
     return _OF_FILES[run_user_file(Path(name), f"run.loggers {name}", _OF_FILES.__contains__, missing)]
 
 
-def check_loggers(names: Sequence[str]) -> None:
-    """Raises ConfigError for a logger that does not exist; runs the files of users."""
-    for name in names:
+def check_loggers(names: Sequence[str], settings: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ConfigError for a logger that does not exist, or whose settings are wrong; runs the files of users."""
+    known = {Path(name).stem: name for name in names}
+    if unknown := [stem for stem in settings if stem not in known]:
+        raise ConfigError(f"run.logger_settings.{unknown[0]}: run.loggers has no such logger; remove it")
+    for stem, name in known.items():
         if name not in LOGGERS and not name.endswith(".py"):
             raise ConfigError(f"run.loggers: no such logger: {name}; choose from {', '.join(LOGGERS)}, or name a file")
-        logger_of(name)
+        validate(logger_of(name).settings, dict(settings.get(stem, {})), f"run.logger_settings.{stem}")
 
 
 class GuardedLogger:
     """A logger whose first error is a warning, after which it gets no rows."""
 
-    def __init__(self, name: str, launch: LoggedLaunch, warn: Callable[[str], None]):
+    def __init__(self, name: str, launch: LoggedLaunch, settings: Mapping[str, Any], warn: Callable[[str], None]):
         kind, self._warn, self._name = logger_of(name), warn, Path(name).stem
         self._logger: Logger | None = None
         try:
-            self._logger = kind(launch)
+            self._logger = kind(launch, validate(kind.settings, dict(settings), name))
         except ConfigError:
             raise
         except Exception as error:  # any error of its libraries, here and below

@@ -12,7 +12,7 @@ from tost_lm.pretrain.loggers import LoggedLaunch, Logger, Row
 class TensorBoardLogger(Logger):
     package, extra = "tensorboard", "tensorboard"
 
-    def __init__(self, launch: LoggedLaunch) -> None:
+    def __init__(self, launch: LoggedLaunch, settings: Any) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(launch.folder / "tensorboard", purge_step=launch.first_step + 1)

@@ -18,7 +18,7 @@ from tost_lm.pretrain.loggers import LoggedLaunch, Logger, Row
 class WandbLogger(Logger):
     package = "wandb"
 
-    def __init__(self, launch: LoggedLaunch) -> None:
+    def __init__(self, launch: LoggedLaunch, settings: Any) -> None:
         """Raises ConfigError if wandb refuses the mode of WANDB_MODE."""
         self.run_id, self._close_s = launch.run_id or uuid.uuid4().hex, launch.close_s
         self._failure: Exception | None = None
