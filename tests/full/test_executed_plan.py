@@ -70,7 +70,7 @@ def test_qwen3_5_is_as_planned(words: tuple[str, ...], monkeypatch: pytest.Monke
     recipe, *others = words
     config = planned(recipe, others)
     first, last = executed_long(settings(config), config.cluster.ranks, [0, config.cluster.ranks - 1])
-    assert_as_planned(config, first, last, 0.03)
+    assert_as_planned(config, first, last, 0.1, uneven=0.02)
     assert [message[:2] for message in first.messages] == [message[:2] for message in last.messages]
     # Weights of blocks are gathered in the order of the forward, and their gradients reduced in that of the backward.
     groups, ranks = groups_of(config, config.cluster.ranks), config.cluster.ranks // config.parallel.tensor
@@ -91,7 +91,10 @@ def settings(config: PlanConfig) -> dict[str, Any]:
     return {name: getattr(config, name).model_dump(mode="json") for name in settings_of()}
 
 
-def assert_as_planned(config: PlanConfig, first: Executed, last: Executed, tolerance: float) -> None:
+def assert_as_planned(
+    config: PlanConfig, first: Executed, last: Executed, tolerance: float, uneven: float = 0.0
+) -> None:
+    """`uneven`: of all-to-alls, where groups of sequence ranks differ in size and the plan has their average."""
     expected = defaultdict[str, float](float)
     for one in traffic.collectives(config):
         expected[one.kind] += one.input_bytes
@@ -99,7 +102,8 @@ def assert_as_planned(config: PlanConfig, first: Executed, last: Executed, toler
     assert expected.keys() <= first.sent.keys() == last.sent.keys()
     for kind in first.sent:
         sizes = first.sent[kind][1], last.sent[kind][1]  # equal, but in all-to-alls with other rows on each rank
-        assert min(sizes) - FEW_NUMBERS <= expected[kind] <= max(sizes)
+        least = min(sizes) * (1 - uneven) if kind == "all-to-all" else min(sizes)
+        assert least - FEW_NUMBERS <= expected[kind] <= max(sizes)
     for one in (first, last):
         print(f"{one.peak / 1e9:.2f} GB of {whole / 1e9:.2f} planned")
         assert one.peak == pytest.approx(whole, rel=tolerance)
