@@ -117,7 +117,7 @@ def _launches_of_maps(sizes: DeltaSizes, load: Load) -> tuple[float, float]:
 def _group_tokens(sizes: DeltaSizes, load: Load) -> int:
     """Tokens of a document whose chunks are computed at once."""
     elements = GROUP_ELEMENTS if load.on_cpu else DEVICE_GROUP_ELEMENTS
-    rows = load.tokens / load.tokens_here
+    rows = load.tokens * load.sequence / load.row_tokens
     heads = sizes.value_heads / load.tensor
     return CHUNK_TOKENS * int(max(GROUP_CHUNKS, elements // (heads * CHUNK_TOKENS**2) // max(1, rows)))
 
