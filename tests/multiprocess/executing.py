@@ -91,10 +91,13 @@ def _execute_long(settings: Settings, world: int, ranks: list[int]) -> list[Exec
     from tost_lm.ops import short_conv
 
     once: dict[str, Any] = {"range": lambda *bounds: range(*bounds)[:1], "enumerate": lambda chunks: [(0, chunks[0])]}
-    vars(chunked).update(once)
-    vars(short_conv).update(range=once["range"])
-    vars(attention).update(obstacle_to_kernels=lambda *_: None)
-    vars(groups).update(GROUP_ELEMENTS=groups.DEVICE_GROUP_ELEMENTS)
+    changes: list[tuple[Any, dict[str, Any]]] = [
+        (chunked, once), (short_conv, {"range": once["range"]}), (attention, {"obstacle_to_kernels": lambda *_: None}),
+        (groups, {"GROUP_ELEMENTS": groups.DEVICE_GROUP_ELEMENTS}),
+    ]  # fmt: skip
+    for module, values in changes:
+        for name, value in values.items():
+            setattr(module, name, value)
     return _execute(settings, world, ranks, {})
 
 

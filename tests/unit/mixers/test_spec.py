@@ -81,9 +81,10 @@ class Launches(TorchDispatchMode):
 def test_launches_of_maps_are_those_of_chunks_and_groups():
     tokens, (spec, shape) = 2100, spec_and_shape("D", {})
     h, H, K, V = DeltaSizes.of(shape)
-    inputs = [torch.rand(tokens, *sizes, requires_grad=True) for sizes in ((h, K), (H, V), (H,), (H,))]
+    sizes = (h, K), (H, V), (H,), (H,)
+    key, value, log_decay, beta = (torch.rand(tokens, *size, requires_grad=True) for size in sizes)
     with Launches() as forward:
-        factor, added = delta_rule_maps(*inputs, [tokens])
+        factor, added = delta_rule_maps(key, value, log_decay, beta, [tokens])
     with Launches() as backward:
         torch.autograd.backward([factor, added], [factor.detach(), added.detach()])
     stated = spec.costs(load(shape, tokens, 2)).launches_of_maps
