@@ -136,6 +136,13 @@ QWEN3_5 = {
 }
 """Recipes, and the settings that they are planned with."""
 
+STEPS = [
+    ("qwen3_5_4b", ["train.batch_tokens=262144"]),
+    ("qwen3_5_9b", ["train.batch_tokens=262144"]),
+    ("qwen3_5_9b", ["cluster.nodes=8", "parallel.sequence=32", "train.seq_len=1048576", "train.batch_tokens=1048576"]),
+    ("qwen3_5_27b", ["cluster.nodes=8", "parallel.sequence=16", "train.batch_tokens=262144"]),
+]
+"""Recipes, and the settings of steps of one micro-batch beside stages=[]: those of tests/full/test_executed_plan.py."""
 
 ONE_GPU = [
     ("delta_350m", []),
@@ -177,6 +184,17 @@ def qwen3_5(_: str) -> str:
             rows.append((what, f"{config.train.seq_len:,}", batch, used, memory["GPU memory"], *time))
     of_time = "time", "tokens/s", "GPU hours", "price"
     return table(("recipe", "tokens", "steps × tokens", "layout", "memory of a GPU", *of_time), rows)
+
+
+def qwen3_5_steps(_: str) -> str:
+    """Plans of steps of one micro-batch."""
+    rows = []
+    for name, words in STEPS:
+        ((config, memory, train),) = _planned(name, ["stages=[]", *words])
+        command = f"tost plan {' '.join([name, *words])} 'stages=[]'"
+        ranks, tokens = config.cluster.ranks, f"{config.train.seq_len:,}"
+        rows.append((command, tokens, str(ranks), memory["GPU memory"], train["time per step"]))
+    return table(("command", "tokens", "GPUs", "memory of a GPU", "time of a step"), rows)
 
 
 def _planned(name: str, words: list[str]) -> Iterator[tuple[PlanConfig, dict[str, str], dict[str, str]]]:
@@ -261,7 +279,8 @@ def tests() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands, "gpu": gpu, "status": status, "comparison": comparison,
-    "qwen3_5": qwen3_5, "one_gpu": one_gpu, "recall": recall, "mqar": mqar, "servers": servers,
+    "qwen3_5": qwen3_5, "qwen3_5_steps": qwen3_5_steps, "one_gpu": one_gpu, "recall": recall, "mqar": mqar,
+    "servers": servers,
     **{f"benchmark-{name}": partial(benchmark, name) for name in ("long", "storage")},
     "needles": needles, "published": published_runs,
 }  # fmt: skip

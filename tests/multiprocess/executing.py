@@ -22,18 +22,47 @@ KINDS = {
 """Names of torch and its dispatcher, by the plan's names."""
 
 
+class Message(NamedTuple):
+    """A collective of a rank."""
+
+    kind: str
+    """As the plan names it."""
+    axis: str
+    """The ranks that take part, a field of `Mesh`."""
+    bytes: int
+
+
 class Executed(NamedTuple):
     """Messages and memory of one rank in a step."""
 
-    sent: dict[str, tuple[int, int]]
-    """Calls and bytes, by kind of collective."""
+    messages: list[Message]
+    """In order."""
     peak: int
     """Bytes of live tensors at their peak."""
+
+    @property
+    def sent(self) -> dict[str, tuple[int, int]]:
+        """Calls and bytes, by kind of collective."""
+        calls, size = Counter[str](), Counter[str]()
+        for message in self.messages:
+            calls[message.kind] += 1
+            size[message.kind] += message.bytes
+        return {kind: (calls[kind], size[kind]) for kind in calls}
 
 
 def executed(settings: Settings, world: int, ranks: Iterable[int], **changed: Any) -> list[Executed]:
     """The steps of these ranks. `changed`: names in `tost_lm.parallel.sequence`."""
     return in_process(_execute, settings, world, [*ranks], changed)
+
+
+def executed_long(settings: Settings, world: int, ranks: Iterable[int]) -> list[Executed]:
+    """The same for long rows in bfloat16, in minutes.
+
+    Attention is the call of flash attention that GPUs make, without the masks of CPUs. Delta layers compute as many
+    chunks at once as GPUs do. Loops over chunks and parts of rows, which only write into tensors that exist, have one
+    turn.
+    """
+    return in_process(_execute_long, settings, world, [*ranks])
 
 
 def in_process(fn: Callable[..., Any], *args: Any) -> Any:
@@ -56,6 +85,22 @@ def _execute(settings: Settings, world: int, ranks: list[int], changed: dict[str
     return [_execute_rank(config, rank) for rank in ranks]
 
 
+def _execute_long(settings: Settings, world: int, ranks: list[int]) -> list[Executed]:
+    from tost_lm.mixers.delta import chunked, groups
+    from tost_lm.mixers.softmax import attention
+    from tost_lm.ops import short_conv
+
+    once: dict[str, Any] = {"range": lambda *bounds: range(*bounds)[:1], "enumerate": lambda chunks: [(0, chunks[0])]}
+    changes: list[tuple[Any, dict[str, Any]]] = [
+        (chunked, once), (short_conv, {"range": once["range"]}), (attention, {"obstacle_to_kernels": lambda *_: None}),
+        (groups, {"GROUP_ELEMENTS": groups.DEVICE_GROUP_ELEMENTS}),
+    ]  # fmt: skip
+    for module, values in changes:
+        for name, value in values.items():
+            setattr(module, name, value)
+    return _execute(settings, world, ranks, {})
+
+
 def _execute_rank(config: PlanConfig, number: int) -> Executed:
     """The step before has one token on each rank: the optimizer has its state then."""
     import torch
@@ -73,6 +118,8 @@ def _execute_rank(config: PlanConfig, number: int) -> Executed:
 
     with fake_world(number, config.cluster.ranks) as world:
         mesh = build_mesh(world, config.parallel)
+        axes = {getattr(mesh, axis).group: axis for axis in ("copies", "shards", "replicas", "sequence", "tensor")}
+        axes = {group.group_name: axis for group, axis in axes.items() if group}
         tiling = tiling_of(config, mesh)
         with FakeRank() as rank:
             engine = build_training_engine(config, mesh)
@@ -80,10 +127,5 @@ def _execute_rank(config: PlanConfig, number: int) -> Executed:
             todo = micro_batches(sum(end - start for start, end in (tile.columns for tile in tiling.tiles)))
             rank.restart()
             train_step(engine, todo, tiling, config.optim.lr)
-    calls, size = Counter[str](), Counter[str]()
-    for message in rank.sent:
-        kind = next((kind for kind, names in KINDS.items() if message.kind in names), message.kind)
-        calls[kind] += 1
-        size[kind] += message.bytes
-    sent = {kind: (calls[kind], size[kind]) for kind in calls}
-    return Executed(sent, rank.peak)
+    names = {name: kind for kind, names in KINDS.items() for name in names}
+    return Executed([Message(names.get(x.kind, x.kind), axes[x.group], x.bytes) for x in rank.sent], rank.peak)

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from tost_lm.parallel import mesh
 from tost_lm.parallel.mesh import World, start_world
 from tost_lm.testing.ranks import Traffic
-from tost_lm.torch_internals import FakeFloats
+from tost_lm.torch_internals import FakeFloats, FakeTensor, argument_names
 
 _DEVICE = torch.ops.prim.device.default
 _READ_NUMBER = torch.ops.aten._local_scalar_dense.default
@@ -91,8 +91,9 @@ class FakeRank(FakeFloats, Traffic):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is _DEVICE:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if func is _READ_NUMBER and args[0].is_floating_point():
-            return 1.0  # a finite norm and counted labels: the step is applied
+        if func is _READ_NUMBER and isinstance(args[0], FakeTensor):
+            # A finite norm, counted labels, and no token that is not finite: the step is applied.
+            return 1.0 if args[0].is_floating_point() else True
         kwargs = kwargs or {}
         self.record(func, args, kwargs)
         if func.namespace == "c10d":
@@ -110,6 +111,10 @@ class FakeRank(FakeFloats, Traffic):
         return out
 
     def faked(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        written = [one.name for one in func._schema.arguments if one.alias_info and one.alias_info.is_write]
+        if len(written) == len(func._schema.returns) == 1 and torch.Tag.inplace_view not in func.tags:
+            # Only values change. Of long rows, most operations are such.
+            return (dict(zip(argument_names(func), args, strict=False)) | kwargs)[written[0]]
         out = super().faked(func, types, args, kwargs)
         self._fake.fake_tensor_converter.meta_converter.tensor_memo.clear()
         return out

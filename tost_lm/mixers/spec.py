@@ -111,6 +111,9 @@ class Costs(NamedTuple):
     """Bytes per token that a sequence rank sends in exchanges of tokens for heads, in a forward and in a backward."""
     gathered_channels: int = 0
     """Channels of the `gathered_tokens` that sequence ranks receive of each other."""
+    launches_of_maps: tuple[float, float] = (0.0, 0.0)
+    """Operations beside `launches` in a forward, also of recomputation, and in a backward, that grow with the tokens of
+    a tile: those of the maps that sequence ranks exchange."""
     head_softmax: float = 0.0
     """Bytes that tensor ranks exchange in a forward and a backward for a softmax over all heads."""
 

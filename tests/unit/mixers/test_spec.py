@@ -3,12 +3,17 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tost_lm.config import validate
 from tost_lm.mixers import counted
+from tost_lm.mixers.counted import is_launched
+from tost_lm.mixers.delta.chunked import delta_rule_maps
+from tost_lm.mixers.delta.settings import DeltaSizes
 from tost_lm.mixers.registry import SPECS
 from tost_lm.mixers.spec import Load, MixerSpec
 from tost_lm.model import ModelConfig
+from tost_lm.torch_internals import TorchDispatchMode
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -66,3 +71,24 @@ def test_a_loop_over_chunks_is_counted_for_few_tokens(monkeypatch: pytest.Monkey
     assert few[0].launches == whole[0].launches
     assert few[0].stored == pytest.approx(whole[0].stored)
     assert few[1] == whole[1]
+
+
+class Launches(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += is_launched(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_launches_of_maps_are_those_of_chunks_and_groups():
+    tokens, (spec, shape) = 2100, spec_and_shape("D", {})
+    h, H, K, V = DeltaSizes.of(shape)
+    sizes = (h, K), (H, V), (H,), (H,)
+    key, value, log_decay, beta = (torch.rand(tokens, *size, requires_grad=True) for size in sizes)
+    with Launches() as forward:
+        factor, added = delta_rule_maps(key, value, log_decay, beta, [tokens])
+    with Launches() as backward:
+        torch.autograd.backward([factor, added], [factor.detach(), added.detach()])
+    stated = spec.costs(load(shape, tokens, 2)).launches_of_maps
+    assert stated == pytest.approx((forward.count, backward.count), rel=0.1)

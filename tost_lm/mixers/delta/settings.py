@@ -16,8 +16,9 @@ CHUNK_TOKENS = 32
 GROUP_ELEMENTS = 1 << 16
 """Elements of the [L, L] scores of chunks that a CPU computes at once: what is computed of them stays in its cache."""
 
-DEVICE_GROUP_ELEMENTS = 1 << 24
-"""The same on other devices: enough to hide the overhead of calls."""
+DEVICE_GROUP_ELEMENTS = 1 << 20
+"""The same on other devices: enough that most calls are those of single chunks, and so few that the backward needs less
+memory for them than an MLP for its own. With 16 times as many it needed 12 GB."""
 
 GROUP_CHUNKS = 8
 """Chunks of a document that are computed at once, at least: a state is stored for each group of them."""

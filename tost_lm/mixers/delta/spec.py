@@ -11,12 +11,18 @@ queries and keys before they are normalized 8·h·K in bfloat16, while in float3
 normalized 8·h·K; what the state lacks of the values 4·H·V; the output's norm 4·H·V and e·H·V each for input, scale,
 gate (not for that of a sigmoid), product and the input of the output projection; 12·H for write strengths, 12·H for
 decays or 12·H·K for those of channels, 16·h for lengths; a state 4·H·K·V for each group of chunks. With several
-sequence ranks, the maps of their tokens store 4·H·(K + V) and (K + V)/V such states.
+sequence ranks, the maps of their tokens store 4·H·(K + V) and (K + V)/V such states; on a GPU also (e + 1)·h·K +
+H·(K + V + 10) for inputs without those that are not finite, and which ones these are.
+
+PyTorch computes these maps, also where kernels compute the rest: a forward launches 8 operations for each chunk of a
+row's tokens and 34 for each group of chunks, a backward 11 and up to 94, here 88.
 
 A state is 8·H·K·V + 3·e·E bytes: a matrix for each value head in float64, and the convolution's last 3 tokens. Sequence
 ranks gather the maps of both, 4·H·K·(K + V) and e·(3·E + 9) bytes a row, and 4·H·K·V and 3·e·E in the backward; more
 than `ALL_GATHER_RANKS` do so in groups, and between groups. Between tiles they add up the states and their gradients.
 """
+
+import math
 
 from tost_lm.mixers.delta.settings import (
     CHUNK_TOKENS,
@@ -91,6 +97,7 @@ class DeltaSpec(RecurrentSpec):
         exchanged, grouped = (maps, none) if load.gathers else (none, maps)
         return Costs(
             launches=145,  # with a decay for each channel 16 more
+            launches_of_maps=_launches_of_maps(sizes, load),
             stored=_stored_bytes(sizes, load),
             state=2 * added + taps,
             received=load.received(exchanged[0], grouped[0]),
@@ -100,13 +107,27 @@ class DeltaSpec(RecurrentSpec):
         )
 
 
+def _launches_of_maps(sizes: DeltaSizes, load: Load) -> tuple[float, float]:
+    if load.sequence == 1:
+        return 0.0, 0.0
+    chunks, groups = (math.ceil(load.tokens_here / size) for size in (CHUNK_TOKENS, _group_tokens(sizes, load)))
+    return 8 * chunks + 34 * groups, 11 * chunks + 88 * groups
+
+
+def _group_tokens(sizes: DeltaSizes, load: Load) -> int:
+    """Tokens of a document whose chunks are computed at once."""
+    elements = GROUP_ELEMENTS if load.on_cpu else DEVICE_GROUP_ELEMENTS
+    rows = load.tokens * load.sequence / load.row_tokens
+    heads = sizes.value_heads / load.tensor
+    return CHUNK_TOKENS * int(max(GROUP_CHUNKS, elements // (heads * CHUNK_TOKENS**2) // max(1, rows)))
+
+
 def _stored_bytes(sizes: DeltaSizes, load: Load) -> float:
     (h, H, K, V), e = sizes, load.element_bytes
-    elements = GROUP_ELEMENTS if load.on_cpu else DEVICE_GROUP_ELEMENTS
-    rows = load.tokens / load.tokens_here
-    chunks = max(GROUP_CHUNKS, elements // (H * CHUNK_TOKENS**2) // max(1, rows))
-    states = 4 * H * K * V / min(CHUNK_TOKENS * chunks, load.tokens_here)
-    maps = 4 * H * (K + V) + states * (K + V) / V if load.sequence > 1 else 0.0
+    states, maps = 4 * H * K * V / min(_group_tokens(sizes, load), load.tokens_here), 0.0
+    if load.sequence > 1:
+        maps = 4 * H * (K + V) + states * (K + V) / V
+        maps += 0 if load.on_cpu else (e + 1) * h * K + H * (K + V + 10)
     convolved = e * sizes.convolved * (2 + (CONV_TAPS - 1) / load.tokens_here)
     keys = (8 + (8 if load.on_cpu else 2 * e)) * h * K
     gated = 5 - load.shape.own.decay_per_channel

@@ -160,9 +160,14 @@ def peak(config: PlanConfig) -> float:
 
 
 def mixer_launches(config: PlanConfig) -> float:
-    """Launches of all mixers for a tile of a micro-batch."""
-    letters = config.model.letters
-    return sum(letters.count(spec.letter) * costs_of(config, spec).launches for spec, _ in config.model.mixers)
+    """Launches of all mixers for a tile of a micro-batch; of recomputation only those that grow with the tokens."""
+    total = 0.0
+    for spec, _ in config.model.mixers:
+        costs = costs_of(config, spec)
+        forward, backward = costs.launches_of_maps
+        of_layer = costs.launches + mixer_forwards(config) * forward + backward
+        total += config.model.letters.count(spec.letter) * of_layer
+    return total
 
 
 def operator_bytes_per_token(config: PlanConfig) -> float:
