@@ -8,7 +8,8 @@ import torch
 from tost_lm.config import validate
 from tost_lm.mixers import counted
 from tost_lm.mixers.counted import is_launched
-from tost_lm.mixers.delta.chunked import delta_rule_maps
+from tost_lm.mixers.delta import chunked, groups, settings
+from tost_lm.mixers.delta import spec as delta_spec
 from tost_lm.mixers.delta.settings import DeltaSizes
 from tost_lm.mixers.registry import SPECS
 from tost_lm.mixers.spec import Load, MixerSpec
@@ -81,14 +82,23 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_launches_of_maps_are_those_of_chunks_and_groups():
-    tokens, (spec, shape) = 2100, spec_and_shape("D", {})
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_launches_of_maps_are_those_of_chunks_and_groups(on_cpu: bool, monkeypatch: pytest.MonkeyPatch):
+    """On a device, 16 pieces of 9 chunks."""
+    if not on_cpu:
+        monkeypatch.setattr(settings, "DEVICE_GROUP_ELEMENTS", 4 * 128 * 1024)
+        for module, name in ((groups, "GROUP_ELEMENTS"), (delta_spec, "DEVICE_GROUP_ELEMENTS")):
+            monkeypatch.setattr(module, name, 4 * 128 * 1024)
+        monkeypatch.setattr(
+            chunked, "pieces_of", lambda *sizes: groups.pieces_of(sizes[0], sizes[1], torch.device("cuda"))
+        )
+    tokens, (spec, shape) = 4500, spec_and_shape("D", {})
     h, H, K, V = DeltaSizes.of(shape)
     sizes = (h, K), (H, V), (H,), (H,)
     key, value, log_decay, beta = (torch.rand(tokens, *size, requires_grad=True) for size in sizes)
     with Launches() as forward:
-        factor, added = delta_rule_maps(key, value, log_decay, beta, [tokens])
+        factor, added = chunked.delta_rule_maps(key, value, log_decay, beta, [tokens])
     with Launches() as backward:
         torch.autograd.backward([factor, added], [factor.detach(), added.detach()])
-    stated = spec.costs(load(shape, tokens, 2)).launches_of_maps
+    stated = spec.costs(load(shape, tokens, 2)._replace(on_cpu=on_cpu)).launches_of_maps
     assert stated == pytest.approx((forward.count, backward.count), rel=0.1)

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.linalg import solve_triangular, vecdot
+from torch.nn.functional import pad
 
 from tost_lm.mixers.delta.channels import ChannelChunks
-from tost_lm.mixers.delta.groups import Group, groups_of_chunks
+from tost_lm.mixers.delta.groups import Group, groups_of_chunks, pieces_of
+from tost_lm.mixers.delta.settings import CHUNK_TOKENS
 from tost_lm.ops.layout import LocalDocuments, int64_tensor
 from tost_lm.ops.precision import running_dtype, statistics_dtype
 
@@ -67,15 +69,31 @@ def delta_rule_chunks(
 def delta_rule_maps(
     key_MhK: Tensor, value_MHV: Tensor, log_decay_MH: Tensor, beta_MH: Tensor, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """M and C of n documents, [n, H, K, K] and [n, H, K, V]: the states that the tokens lead to from units, and from 0.
+    """M and C of n documents of equal lengths, [n, H, K, K] and [n, H, K, V]: the states that the tokens lead to from
+    units, and from 0. On devices, those of pieces of a document are computed together and then joined.
 
     They are float32, or float64 for float64 values, also where the tokens are computed by kernels of 16 bits.
     """
-    (H, V), K = value_MHV.shape[1:], key_MhK.shape[-1]
+    n, (H, V), K = len(lengths), value_MHV.shape[1:], key_MhK.shape[-1]
+    pieces = pieces_of(lengths, H, key_MhK.device)
+    of_piece = -(-lengths[0] // (pieces * CHUNK_TOKENS)) * CHUNK_TOKENS if pieces > 1 else lengths[0]
+
+    def side_by_side(x_Mh: Tensor) -> Tensor:
+        """Pieces as other heads of the tokens of one piece. Zeros at the end change no state."""
+        x_nth = x_Mh.unflatten(0, (n, -1))
+        x_nth = pad(x_nth, (0, 0) * (x_nth.dim() - 2) + (0, pieces * of_piece - lengths[0]))
+        return x_nth.unflatten(1, (pieces, of_piece)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
     unit_KE = torch.eye(K, K + V, dtype=statistics_dtype(value_MHV), device=value_MHV.device).roll(V, 1)
     value_MHE = torch.cat([value_MHV, value_MHV.new_zeros(*value_MHV.shape[:2], K)], -1)
-    initial_nHKE = unit_KE.expand(len(lengths), H, K, V + K)
-    _, map_nHKE = delta_rule_chunks(key_MhK, key_MhK, value_MHE, log_decay_MH, beta_MH, initial_nHKE, lengths)
+    inputs = key_MhK, value_MHE, log_decay_MH, beta_MH
+    key, value, log_decay, beta = map(side_by_side, inputs) if pieces > 1 else inputs
+    initial = unit_KE.expand(n, pieces * H, K, V + K)
+    _, map_nPHKE = delta_rule_chunks(key, key, value, log_decay, beta, initial, [of_piece] * n)
+    map_nHKE, *others = map_nPHKE.unflatten(1, (pieces, H)).unbind(1)
+    for other_nHKE in others:
+        added_nHKV, factor_nHKK = other_nHKE.split([V, K], -1)
+        map_nHKE = factor_nHKK @ map_nHKE + pad(added_nHKV, (0, K))
     added_nHKV, factor_nHKK = map_nHKE.split([V, K], -1)
     return factor_nHKK, added_nHKV
 

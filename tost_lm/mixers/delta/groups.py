@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from tost_lm.mixers.delta.settings import CHUNK_TOKENS, DEVICE_GROUP_ELEMENTS, GROUP_CHUNKS, GROUP_ELEMENTS
+from tost_lm.mixers.delta.settings import (
+    CHUNK_TOKENS,
+    DEVICE_GROUP_ELEMENTS,
+    GROUP_CHUNKS,
+    GROUP_ELEMENTS,
+    pieces_of_maps,
+)
 from tost_lm.ops.layout import int64_tensor
 from tost_lm.ops.precision import statistics_dtype
 
@@ -47,6 +53,11 @@ class Group:
                 tokens.unflatten(0, (self.chunks, -1)).copy_(x_cLh)
             else:
                 tokens.copy_(x_cLh.flatten(0, 1)[: len(tokens)])
+
+
+def pieces_of(lengths: Sequence[int], heads: int, device: torch.device) -> int:
+    """Pieces of each document, of equal lengths, whose maps are computed at once."""
+    return 1 if device.type == "cpu" else pieces_of_maps(lengths[0], len(lengths), heads)
 
 
 def groups_of_chunks(lengths: Sequence[int], heads: int, device: torch.device) -> list[tuple[Tensor, list[Group]]]:

@@ -24,6 +24,13 @@ GROUP_CHUNKS = 8
 """Chunks of a document that are computed at once, at least: a state is stored for each group of them."""
 
 
+def pieces_of_maps(tokens: int, rows: int, heads: int) -> int:
+    """Pieces of a row of so many tokens whose maps a device computes at once, and then one map of all: the time of a
+    map of many tokens is that of launches, of which all pieces together need as many as one."""
+    at_once = DEVICE_GROUP_ELEMENTS // (heads * CHUNK_TOKENS**2)
+    return max(1, min(at_once // rows, -(-tokens // CHUNK_TOKENS)) // GROUP_CHUNKS)
+
+
 class DeltaSettings(Section):
     """Settings of D layers, `[model.delta]`."""
 

@@ -11,11 +11,12 @@ queries and keys before they are normalized 8·h·K in bfloat16, while in float3
 normalized 8·h·K; what the state lacks of the values 4·H·V; the output's norm 4·H·V and e·H·V each for input, scale,
 gate (not for that of a sigmoid), product and the input of the output projection; 12·H for write strengths, 12·H for
 decays or 12·H·K for those of channels, 16·h for lengths; a state 4·H·K·V for each group of chunks. With several
-sequence ranks, the maps of their tokens store 4·H·(K + V) and (K + V)/V such states; on a GPU also (e + 1)·h·K +
-H·(K + V + 10) for inputs without those that are not finite, and which ones these are.
+sequence ranks, the maps of their tokens store 4·H·(K + V) and a state 4·H·K·(K + V) for each group; on a GPU also
+(e + 1)·h·K + H·(K + V + 10) for inputs without those that are not finite, and which ones these are.
 
-PyTorch computes these maps, also where kernels compute the rest: a forward launches 8 operations for each chunk of a
-row's tokens and 34 for each group of chunks, a backward 11 and up to 94, here 88.
+PyTorch computes these maps, also where kernels compute the rest, on a GPU those of pieces of a row at once: a forward
+launches 8 operations for each chunk of a piece, 34 for each group of chunks, 3 to join a piece to those before it and
+16 to set pieces side by side, a backward 11, up to 94, here 88, and 3.
 
 A state is 8·H·K·V + 3·e·E bytes: a matrix for each value head in float64, and the convolution's last 3 tokens. Sequence
 ranks gather the maps of both, 4·H·K·(K + V) and e·(3·E + 9) bytes a row, and 4·H·K·V and 3·e·E in the backward; more
@@ -32,6 +33,7 @@ from tost_lm.mixers.delta.settings import (
     GROUP_ELEMENTS,
     DeltaShape,
     DeltaSizes,
+    pieces_of_maps,
 )
 from tost_lm.mixers.spec import NO_FLOPS, Costs, Flops, Load, Numbers, RecurrentSpec
 
@@ -110,23 +112,36 @@ class DeltaSpec(RecurrentSpec):
 def _launches_of_maps(sizes: DeltaSizes, load: Load) -> tuple[float, float]:
     if load.sequence == 1:
         return 0.0, 0.0
-    chunks, groups = (math.ceil(load.tokens_here / size) for size in (CHUNK_TOKENS, _group_tokens(sizes, load)))
-    return 8 * chunks + 34 * groups, 11 * chunks + 88 * groups
+    pieces = _pieces(sizes, load)
+    of_piece = math.ceil(load.tokens_here / pieces / CHUNK_TOKENS) * CHUNK_TOKENS
+    chunks, groups = (math.ceil(of_piece / size) for size in (CHUNK_TOKENS, _group_tokens(sizes, load, pieces)))
+    joined = 3 * (pieces - 1)
+    return 8 * chunks + 34 * groups + joined + 16 * (pieces > 1), 11 * chunks + 88 * groups + joined
 
 
-def _group_tokens(sizes: DeltaSizes, load: Load) -> int:
-    """Tokens of a document whose chunks are computed at once."""
+def _rows(load: Load) -> int:
+    return max(1, int(load.tokens * load.sequence / load.row_tokens))
+
+
+def _pieces(sizes: DeltaSizes, load: Load) -> int:
+    """Of a row, whose maps are computed at once."""
+    heads = sizes.value_heads // load.tensor
+    return 1 if load.on_cpu else pieces_of_maps(math.ceil(load.tokens_here), _rows(load), heads)
+
+
+def _group_tokens(sizes: DeltaSizes, load: Load, pieces: int = 1) -> int:
+    """Tokens of a document, or of a piece of one, whose chunks are computed at once."""
     elements = GROUP_ELEMENTS if load.on_cpu else DEVICE_GROUP_ELEMENTS
-    rows = load.tokens * load.sequence / load.row_tokens
     heads = sizes.value_heads / load.tensor
-    return CHUNK_TOKENS * int(max(GROUP_CHUNKS, elements // (heads * CHUNK_TOKENS**2) // max(1, rows)))
+    return CHUNK_TOKENS * int(max(GROUP_CHUNKS, elements // (heads * CHUNK_TOKENS**2) // (_rows(load) * pieces)))
 
 
 def _stored_bytes(sizes: DeltaSizes, load: Load) -> float:
     (h, H, K, V), e = sizes, load.element_bytes
     states, maps = 4 * H * K * V / min(_group_tokens(sizes, load), load.tokens_here), 0.0
     if load.sequence > 1:
-        maps = 4 * H * (K + V) + states * (K + V) / V
+        group_tokens = min(_group_tokens(sizes, load, _pieces(sizes, load)), load.tokens_here)
+        maps = 4 * H * (K + V) + 4 * H * K * (K + V) / group_tokens
         maps += 0 if load.on_cpu else (e + 1) * h * K + H * (K + V + 10)
     convolved = e * sizes.convolved * (2 + (CONV_TAPS - 1) / load.tokens_here)
     keys = (8 + (8 if load.on_cpu else 2 * e)) * h * K

@@ -13,7 +13,7 @@ from delta_naive import delta_rule_naive
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from tost_lm.mixers.delta import groups
+from tost_lm.mixers.delta import chunked, groups
 from tost_lm.mixers.delta.operator import delta_rule
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.testing import assert_as_accurate
@@ -134,6 +134,23 @@ def test_sizes_of_chunks_and_groups_change_nothing(
     for name, value in (("CHUNK_TOKENS", tokens), ("GROUP_ELEMENTS", elements), ("GROUP_CHUNKS", chunks)):
         monkeypatch.setattr(groups, name, value)
     assert_equal(results(in_chunks, call.inputs(), call.local), expected, 1e-12)
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 8])
+@pytest.mark.parametrize("call", [Call((150,), G=2), Call((150, 150), G=2), Call((150, 150), channels=True)], ids=str)
+def test_maps_of_pieces_are_joined(call: Call, pieces: int, monkeypatch: pytest.MonkeyPatch):
+    """Those of eight have a last piece without tokens."""
+    _, *leaves = (x.flatten(0, 1).detach().requires_grad_() for x in call.inputs()[:5])
+
+    def maps() -> Results:
+        found = dict(zip(("factor", "added"), chunked.delta_rule_maps(*leaves, call.lengths), strict=True))
+        roots = [(x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in found.values()]
+        gradients = torch.autograd.grad(sum(roots), leaves)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return {**found, **dict(zip(NAMES[1:], gradients, strict=False))}
+
+    whole = maps()
+    monkeypatch.setattr(chunked, "pieces_of", lambda *sizes: pieces)
+    assert_equal(maps(), whole, 1e-12)
 
 
 @pytest.mark.parametrize(
