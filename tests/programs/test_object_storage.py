@@ -99,12 +99,14 @@ def test_a_later_launch_takes_the_url_over(workplace: Path, storage: str):
     assert code == 2
     owner = rf"\(host {re.escape(socket.gethostname())}, pid \d+, run folder {workplace}/others/tiny, launch \w+\)"
     assert re.match(rf"error: {storage}/runs/tiny: a later launch uploads there {owner}, so this one ends", errors)
+    last, own = max(steps(uploaded)), workplace / "others/tiny"
+    until(lambda: (own / "checkpoints").exists() and max(steps(own), default="") > last)
     later.send_signal(signal.SIGTERM)
     code, said, _ = later.finish()
     assert code == 75
     assert "resuming from others/tiny/checkpoints/step_" in said
     newest = max(steps(uploaded))
-    one, other = (folder / "checkpoints" / newest for folder in (uploaded, workplace / "others/tiny"))
+    one, other = (folder / "checkpoints" / newest for folder in (uploaded, own))
     assert snapshot(one) == snapshot(other)
 
 

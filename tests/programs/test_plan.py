@@ -85,7 +85,7 @@ def test_a_run_of_stages_has_a_row_for_each_and_a_sum(tmp_path):
     assert err == ""
     rows = cells(listed)
     assert [row[0] for row in rows[:4]] == ["60, start", "60, 32k", "60, 128k", "60, all stages"]
-    assert rows[1][-1].startswith("a GPU needs 64.6 GB, more than cluster.memory_gb 60; set ")
+    assert rows[1][-1].startswith("a GPU needs 64.8 GB, more than cluster.memory_gb 60; set ")
     hours = [int(row[6]) for row in rows[4:]]
     assert sum(hours[:3]) == pytest.approx(hours[3], abs=2)
     code, out, err = Forked("tost plan", *words, "cluster.memory_gb=60", cwd=tmp_path).finish()

@@ -81,7 +81,7 @@ def test_lines_that_the_page_on_symptoms_quotes_are_those_of_the_programs():
     assert len(quotes) >= 7
     for quote in quotes:
         pieces = re.split(
-            r"rank \d+|[\d/.,]+ ?|…|: |\(|\)|; |, |runs/NAME|data/\S*|\bnan\b", quote.replace("\n> ", " ")
+            r", or |rank \d+|[\d/.,]+ ?|…|: |\(|\)|; |, |runs/NAME|data/\S*|\bnan\b", quote.replace("\n> ", " ")
         )
         known = [
             piece for piece in map(str.strip, pieces) if len(piece.split()) >= 3 or piece in ("skipped", "straggler")

@@ -206,11 +206,12 @@ def _backward_of_pass(
     return _separate(found, [*gradients, *in_graph])
 
 
-_backward_of_pass.register_fake(
-    lambda handle, gradients, given, in_graph, differentiated: [
-        x.new_empty(x.shape) for x, needed in zip(in_graph, differentiated, strict=True) if needed
-    ]
-)
+@_backward_of_pass.register_fake
+def _fake_backward(
+    handle: Tensor, gradients: Sequence[Tensor], given: Sequence[bool], in_graph: Sequence[Tensor],
+    differentiated: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    return [x.new_empty(x.shape) for x, needed in zip(in_graph, differentiated, strict=True) if needed]
 
 
 def _placed(tensors: Iterable[Tensor], given: Sequence[bool]) -> list[Tensor | None]:

@@ -211,7 +211,8 @@ def test_ctrl_c_ends_training():
         pytest.raises(KeyboardInterrupt),
     ):
         train_sentencepiece(TEXTS * 20, 2000)
-    assert not trainers()
+    while trainers():  # it is killed, and takes a moment
+        time.sleep(0.01)
 
 
 def test_a_killed_training_is_reported():
