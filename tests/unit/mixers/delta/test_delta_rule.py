@@ -140,10 +140,12 @@ def test_sizes_of_chunks_and_groups_change_nothing(
 @pytest.mark.parametrize("call", [Call((150,), G=2), Call((150, 150), G=2), Call((150, 150), channels=True)], ids=str)
 def test_maps_of_pieces_are_joined(call: Call, pieces: int, monkeypatch: pytest.MonkeyPatch):
     """Those of eight have a last piece without tokens."""
-    _, *leaves = (x.flatten(0, 1).detach().requires_grad_() for x in call.inputs()[:5])
+    leaves = [x.flatten(0, 1).detach().requires_grad_() for x in call.inputs()[1:5]]
+    key, value, log_decay, beta = leaves
 
     def maps() -> Results:
-        found = dict(zip(("factor", "added"), chunked.delta_rule_maps(*leaves, call.lengths), strict=True))
+        factor, added = chunked.delta_rule_maps(key, value, log_decay, beta, call.lengths)
+        found = {"factor": factor, "added": added}
         roots = [(x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in found.values()]
         gradients = torch.autograd.grad(sum(roots), leaves)  # pyright: ignore[reportArgumentType, reportCallIssue]
         return {**found, **dict(zip(NAMES[1:], gradients, strict=False))}
