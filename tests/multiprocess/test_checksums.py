@@ -149,7 +149,7 @@ def drills(tensor: int, cases: list[Case]) -> list[Errors]:
         pytest.param(1, 1, [(0, False, {})], marks=pytest.mark.quick),
         (2, 1, [(1, True, {}), (1, True, {"engine": "deepspeed"})]),
         pytest.param(2, 1, [(stage, False, {}) for stage in range(4)], marks=pytest.mark.slow),
-        pytest.param(2, 1, [(stage, False, {"engine": "deepspeed"}) for stage in range(4)], marks=pytest.mark.slow),
+        pytest.param(2, 1, [(stage, False, {"engine": "deepspeed"}) for stage in (1, 2, 3)], marks=pytest.mark.slow),
         pytest.param(4, 1, [(0, False, {})], marks=pytest.mark.slow),
         pytest.param(4, 2, [(0, False, {}), (3, False, {})], marks=pytest.mark.slow),
         pytest.param(8, 2, [(stage, False, {"shard_ranks": 2}) for stage in (1, 3)], marks=pytest.mark.slow),

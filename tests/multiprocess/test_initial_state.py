@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from tost_lm.checkpointing.format import (
+    RNG,
+    RNG_NAME,
     Progress,
     flush_and_hash,
     publish_checkpoint,
@@ -69,6 +71,7 @@ def checkpoint(tmp_path: Path) -> Path:
         for number in range(3):
             part = {name: tensors[name] for name in sorted(tensors)[number::3]}
             write_tensors(temp / shard_name(kind, number, 3), part)
+    write_tensors(temp / RNG, {RNG_NAME: torch.get_rng_state()})
     Progress(step=2, updates=2).write(temp)
     publish_checkpoint(temp, folder, {file.name: flush_and_hash(file) for file in temp.iterdir()})
     return folder

@@ -24,7 +24,7 @@ PIECES = ["a", "bc", " ", "d", "e.", "fgh", "\n", "ijkl"]
 @pytest.mark.usefixtures("convolution", "convolved_keys")
 @pytest.mark.parametrize(
     ("letter", "own"),
-    [("G", {}), ("C", {"qk_norm": "all-heads", "gate": True}), ("C", {"values": True})],
+    [("G", {}), ("C", {"qk_norm": "all-heads", "gate": True, "shift": False}), ("C", {"values": True})],
 )
 def test_the_plugins_conform(letter: str, own: dict[str, Any]):
     settings = {"plugin_settings": {letter: own}} if own else {}
@@ -32,21 +32,6 @@ def test_the_plugins_conform(letter: str, own: dict[str, Any]):
     report = check(letter, config, rank_shard, tokens=24)
     assert report.with_result("fails") == ([] if letter == "G" else [EQUALITIES[-1]])  # products carry a NaN
     assert report.with_result("not offered") == [EQUALITIES[7]]
-
-
-@pytest.mark.usefixtures("convolved_keys")
-def test_convolved_keys_begin_as_those_of_the_token_before():
-    settings = {"rope_theta": 0.0, "gate": True}
-    own, convolved = (
-        TostLM(validate(ModelConfig, {**SHAPE, "softmax": settings, "plugin_settings": plugin, "pattern": letter}, ""))
-        for letter, plugin in (("A", {}), ("C", {"C": settings}))
-    )
-    convolved.load_state_dict(own.state_dict(), strict=False)
-    tokens_BT = torch.randint(8, (2, 16))
-    states = [model(tokens_BT).state.layers[0] for model in (own, convolved)]
-    torch.testing.assert_close(states[1].key[:, :, 1:], states[0].key[:, :, :-1])
-    assert not states[1].key[:, :, 0].any()
-    torch.testing.assert_close(states[1].value, states[0].value)
 
 
 def test_words_have_their_tokens_and_rare_ones_their_distance(monkeypatch: pytest.MonkeyPatch):

@@ -102,8 +102,8 @@ class SoftmaxMixer(TokenMixer):
         """Queries, keys and values, whose keys are convolved if the layer does so, and the taps of its new state."""
         if self.conv is None:
             return projected_BTE, None
-        keys = self.head_size * self.kv_heads
-        q, k, v = projected_BTE.split([self.head_size * self.heads, keys, keys], -1)
+        queries, keys = self.head_size * self.heads, len(self.conv)
+        q, k, v = projected_BTE.split([queries, keys, projected_BTE.shape[-1] - queries - keys], -1)
         k, *taps = CONVOLUTION(info, info.handle, [k, self.conv, taps_NPE, info.state_offsets], info.wanted_state)
         return torch.cat([q, k, v], -1), taps[0] if taps else None
 

@@ -60,3 +60,17 @@ def test_two_calls_that_continue_one_state_are_independent(model: TostLM):
         assert_close(logits, whole[:, 8:], rtol=0, atol=1e-10)
     for x, y in zip(kept, (x for layer in state.layers for x in layer), strict=True):
         assert torch.equal(x, y)
+
+
+def test_convolved_keys_begin_as_those_of_the_token_before(model: TostLM):
+    tree = model.config.model_dump() | {"softmax": {"kv_heads": 2, "rope_theta": 0.0, "gate": True}}
+    plain, convolved = (
+        TostLM(validate(ModelConfig, {**tree, "softmax": {**tree["softmax"], "conv": conv}}, "test")).double()
+        for conv in (False, True)
+    )
+    convolved.load_state_dict(plain.state_dict(), strict=False)
+    tokens_BT = ids(2, 16)
+    (of_plain, *_), (of_convolved, *_) = (one(tokens_BT).state.layers for one in (plain, convolved))
+    assert_close(of_convolved.attention.key[:, :, 1:], of_plain.key[:, :, :-1])
+    assert not of_convolved.attention.key[:, :, 0].any()
+    assert_close(of_convolved.attention.value, of_plain.value)
