@@ -46,9 +46,11 @@ test-full: env
 	$(BIN)/python -m pytest -vv --full
 	$(BIN)/python -m pytest -vv tests/gpu || test $$? = 5  # there is none
 
-# Builds the wheel and the sdist and uses the wheel alone, outside a checkout: docs/contributing.md. It installs from an index.
+# Compares version, changelog and names with the last version, whose run resumes. Builds the wheel and the sdist, and uses
+# the wheel alone, outside a checkout: docs/contributing.md. It installs from an index.
 release-check: env
-	$(BIN)/python -m pytest -v --full tests/programs/test_wheel.py tests/full/test_wheel_fresh.py
+	$(BIN)/python -m pytest -v --full tests/unit/test_release.py tests/programs/test_engines.py \
+	  tests/programs/test_wheel.py tests/full/test_wheel_fresh.py
 
 # On a machine with a CUDA device, within ten minutes, most valuable first; a part that crashes ends no other. It needs no
 # index and no environment: python3 -m benchmarks.gpu names the packages that are missing.
