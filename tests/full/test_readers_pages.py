@@ -35,12 +35,13 @@ PAGES = {
 OF_THIS_MACHINE = {
     "cluster": {
         "NODES=2 NODE_RANK=I RANKS_PER_NODE=8": "NODES=1 NODE_RANK=0 RANKS_PER_NODE=2",
-        "--node_rank I": "--node_rank 0", "node-0": "127.0.0.1", "eth0": "lo", "WANDB_MODE=online": "WANDB_MODE=offline",
+        "--node_rank I": "--node_rank 0", "node-0": "127.0.0.1", "eth0": "lo",
+        "WANDB_MODE=online": "WANDB_MODE=offline",
         "launch.sh delta_350m": "launch.sh delta_350m run.name=launched",
         "commands.train delta_350m": "commands.train delta_350m run.name=launched_by_deepspeed",
     },
     "network": {
-        "--tasks ruler": "--tasks niah_single_1 --limit 2", '"max_seq_lengths": [4096, 8192]': '"max_seq_lengths": [512]',
+        "--tasks ruler": "--tasks niah_single_1 --limit 2", "[4096, 8192]": "[512]",
     },
 }  # fmt: skip
 """Text of blocks with a tag, and what stands for it here."""
@@ -91,21 +92,24 @@ def test_the_page_of_a_reader_runs_to_its_end(reader: str, quick_start: Path):
     run_script(PAGES[reader], folder)
 
 
+def environment_of(folder: Path) -> dict[str, str]:
+    path = os.pathsep.join(map(str, [folder.parent / "programs", folder / ".venv/bin", os.environ["PATH"]]))
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+
+
 def run_script(pages: list[str], folder: Path) -> None:
     """Run the blocks of pages as one script. Its file stays beside the folder."""
     blocks = [block for page in pages for block in blocks_of(page) if block.language in ("bash", "python", "toml")]
     script = folder.with_suffix(".sh")
     script.write_text("set -euo pipefail\n" + "\n".join(map(lines_of, blocks)))
-    paths = [folder.parent / "programs", folder / ".venv/bin", os.environ["PATH"]]
-    own = {
-        "PATH": os.pathsep.join(map(str, paths)),
-        "PYTHONPATH": str(folder),
-        "HF_HUB_OFFLINE": "1",
-        "DS_ACCELERATOR": "cpu",
-    }
     started, block = time.monotonic(), "the beginning"
     with subprocess.Popen(
-        ["bash", script], cwd=folder, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ["bash", script],
+        cwd=folder,
+        env=environment_of(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         printed = []
         for line in process.stdout or ():
