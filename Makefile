@@ -7,7 +7,7 @@ GPU := $(if $(shell command -v nvidia-smi),$(comma)gpu)
 # Programs start twice as fast with the bytecode that the first import of a module writes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-rest test-full release-check gpu check docs env clean-demo
+.PHONY: demo test test-all test-rest test-full release-check pages gpu check docs env clean-demo
 
 # The full pipeline, from plain text to a trained and evaluated model, on the GPUs or on two CPU ranks. Each step reuses
 # valid results of an earlier run. Training stops half-way and resumes from its checkpoint. A second model learns to
@@ -46,9 +46,16 @@ test-full: env
 	$(BIN)/python -m pytest -vv --full
 	$(BIN)/python -m pytest -vv tests/gpu || test $$? = 5  # there is none
 
-# Builds the wheel and the sdist and uses the wheel alone, outside a checkout: docs/contributing.md. It installs from an index.
+# Compares version, changelog and names with the last version, whose run resumes. Builds the wheel and the sdist, and uses
+# the wheel alone, outside a checkout: docs/contributing.md. It installs from an index.
 release-check: env
-	$(BIN)/python -m pytest -v --full tests/programs/test_wheel.py tests/full/test_wheel_fresh.py
+	$(BIN)/python -m pytest -v --full tests/unit/test_release.py tests/programs/test_engines.py \
+	  tests/programs/test_wheel.py tests/full/test_wheel_fresh.py
+
+# Runs the pages where readers begin as one script each, in fresh clones of this commit: `make pages PAGE=cluster` for one
+# (tests/full/test_readers_pages.py names them, and what is replaced). It ends at the first block that fails.
+pages: env
+	$(BIN)/python -m pytest -vsx --full tests/full/test_readers_pages.py $(if $(PAGE),-k $(PAGE))
 
 # On a machine with a CUDA device, within ten minutes, most valuable first; a part that crashes ends no other. It needs no
 # index and no environment: python3 -m benchmarks.gpu names the packages that are missing.

@@ -4,7 +4,7 @@ import hashlib
 import subprocess
 from pathlib import Path
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 
 
 def code_sha256() -> str:

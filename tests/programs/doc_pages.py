@@ -257,10 +257,10 @@ def with_words(script: str, words: tuple[str, ...]) -> str:
             program = word[:-1]
         else:
             appended.append((program, word))
-    lines = [
-        f"{command} {shlex.join(word for program, word in appended if program in (None, program_of(its_words)[0]))}"
-        for command, its_words in commands(script)
-    ]
+    lines = []
+    for command, its_words in commands(script):
+        own = [shlex.quote(word) for program, word in appended if program in (None, program_of(its_words)[0])]
+        lines.append(" ".join([command, *own]))  # no space after a word that ends a here-document
     return "\n".join(lines) if words else script
 
 

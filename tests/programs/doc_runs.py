@@ -138,6 +138,7 @@ class Checkout:
             timeout=MINUTES_S if block.takes_minutes else LIMIT_S,
         )
         assert done.returncode == 0, f"{block.name}\n{done.stdout}{done.stderr}"
+        assert "here-document" not in done.stderr, f"{block.name}: its end is not found, so that the rest did not run"
 
     def _python(self, block: Block) -> None:
         if block.file:

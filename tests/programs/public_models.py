@@ -21,6 +21,21 @@ def write_olmo_hybrid(folder: Path, normalizer: Any = None) -> None:
     _write(OlmoHybridForCausalLM(config), tokenizer, folder)
 
 
+def write_llama(folder: Path) -> None:
+    """Write a model with the same tokenizer, for 8,192 tokens."""
+    import torch
+    from hf_tokenizers import EOT, byte_level
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = byte_level()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=8192,
+        vocab_size=tokenizer.get_vocab_size(), bos_token_id=None, eos_token_id=tokenizer.token_to_id(EOT),
+    )  # fmt: skip
+    _write(LlamaForCausalLM(config), tokenizer, folder)
+
+
 def write_qwen3_5(folder: Path, dtype: str = "float32", **sizes: Any) -> None:
     """Write a model of odd shape, unless `sizes` say another, with the same tokenizer in shards of 200 MB."""
     import torch

@@ -5,6 +5,7 @@ Blocks that take minutes, or repeat another with other settings, run in tests/fu
 """
 
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -70,6 +71,18 @@ def test_commands_start_ranks_that_share_their_work(gpus: int, tmp_path: Path, m
             except ConfigError as error:
                 refused.append(f"{block.name}: {command}\n{error}")
     assert refused == []
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_the_environment_has_kernels_of_gpus_where_nvidia_smi_is(has_gpu: bool, tmp_path: Path):
+    """What `make` would run, with the tools of a machine with a GPU and of one without."""
+    for name in ("make", "sh", *(["nvidia-smi"] if has_gpu else [])):
+        (tmp_path / name).symlink_to(shutil.which(name) or "/bin/true")
+    making = [tmp_path / "make", "--dry-run", "--always-make", "env"]
+    printed = subprocess.run(
+        making, cwd=CHECKOUT, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True
+    )
+    assert (",gpu]'" in printed.stdout, "--target .venv/fla" in printed.stdout) == (has_gpu, not has_gpu)
 
 
 @pytest.mark.parametrize("page", PAGES)

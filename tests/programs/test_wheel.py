@@ -17,6 +17,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 from forked import CHECKOUT, ENVIRONMENT, as_rank
+from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -178,6 +179,9 @@ def test_the_wheel_holds_only_the_package_and_its_license(built: Built):
         "tost_lm/recipes/pretrain/demo.toml",
     } <= files.keys()
     assert files[f"{about}licenses/LICENSE"] == (CHECKOUT / "LICENSE").read_bytes()
+    metadata = Metadata.from_email(files[f"{about}METADATA"])  # validated as by an index
+    assert (metadata.name, str(metadata.version)) == ("tost-lm", VERSION)
+    assert metadata.description == (CHECKOUT / "README.md").read_text()
 
 
 def test_the_sdist_makes_the_same_wheel(built: Built):
