@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 from tost_lm.command_line import run_program
 from tost_lm.errors import TostError
 from tost_lm.inference.settings import RanksConfig
-from tost_lm.parallel.graceful_stop import terminable
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 from tost_lm.tasks.settings import EvalConfig, tasks_of
 from tost_lm.tasks.task import Family, Task
@@ -54,7 +53,7 @@ def layout(parallel: RanksConfig, tasks: Sequence[tuple[Family, Task]], size: in
 
 def run() -> NoReturn:
     run_program(
-        terminable(main),
+        main,
         name="tost eval",
         doc=__doc__ or "",
         positional="RUN TASK…",
