@@ -33,11 +33,11 @@ from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.generation import generate_text
 from tost_lm.inference.hugging_face import HuggingFaceCheckpoint, find_evaluated
 from tost_lm.interop.hf import TostForCausalLM, export, fast_tokenizer
-from tost_lm.interop.llama import LLAMA
-from tost_lm.interop.olmo_hybrid import OLMO_HYBRID
+from tost_lm.interop.llama import FORM as LLAMA
+from tost_lm.interop.olmo_hybrid import FORM as OLMO_HYBRID
 from tost_lm.interop.public_form import PublicForm
-from tost_lm.interop.qwen3 import QWEN3
-from tost_lm.interop.qwen3_5 import QWEN3_5
+from tost_lm.interop.qwen3 import FORM as QWEN3
+from tost_lm.interop.qwen3_5 import FORM as QWEN3_5
 from tost_lm.testing import FLOAT32_REORDERED, assert_close
 
 PAGES = "The lines of this page\n  are short;\n    12, 345 of them.  They say little!\n" * 40
@@ -62,8 +62,7 @@ FORMS: dict[str, tuple[PublicForm, dict[str, Any]]] = {
 
 
 def write(form: PublicForm, run: Path, folder: Path) -> None:
-    assert form.format.write is not None
-    form.format.write(folder, run, None)
+    form.write_from(run, folder, None)
 
 
 def drawn_texts() -> list[str]:
