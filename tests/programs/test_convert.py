@@ -1,12 +1,13 @@
 """`tost convert` as a user runs it: refused sources, and what a converted model is good for."""
 
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from hf_tokenizers import byte_level, made
-from programs import refusal, run, snapshot
+from programs import refusal, refusal_here, run, snapshot
 from public_models import write_olmo_hybrid
 
 import tost_lm
@@ -29,13 +30,14 @@ class Payload:
         return Path.touch, (self.target,)
 
 
+@pytest.mark.quick
 def test_a_pickle_is_refused_in_one_line_and_never_run(tmp_path: Path):
     for name in ("ckpt.pt", "pytorch_model.bin"):
         torch.save({"model": Payload(tmp_path / "was_run")}, tmp_path / name)
         problem = f"{name}: a file, which is not read because pickles run code; give a "
         for words in (("tost eval", name, "heldout"), ("tost generate", name, "text")):
-            assert refusal(*words, cwd=tmp_path).startswith(problem)
-        printed = refusal(PROGRAM, name, "convert.folder=new", cwd=tmp_path)
+            assert refusal_here(*words, cwd=tmp_path).startswith(problem)
+        printed = refusal_here(PROGRAM, name, "convert.folder=new", cwd=tmp_path)
         assert printed == f"{name}: no folder of the Hugging Face library, with config.json; give one"
         with pytest.raises(CheckpointError, match=problem):
             tost_lm.load(tmp_path / name)
@@ -57,6 +59,7 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     model = TostLM(validate(ModelConfig, {"layers": 2, "heads": 2, "width": 8, "vocab_size": 400}, "test"))
     write_checkpoint(tmp_path / "ours", model.config, model.state_dict(), made(byte_level()))
     write_olmo_hybrid(tmp_path / "small")
+    shutil.copytree(tmp_path / "small", tmp_path / "whole")
     (tmp_path / "small/tokenizer.json").unlink()
     (tmp_path / "experts").mkdir()
     (tmp_path / "experts/config.json").write_text('{"model_type": "qwen3_5_moe"}')
@@ -70,19 +73,18 @@ def test_refused_sources_are_one_line_and_leave_nothing(tmp_path: Path):
     }
     for source, problem in problems.items():
         path = source.removesuffix("/config.json")
-        assert refusal(PROGRAM, path, "convert.folder=models/new", cwd=tmp_path) == f"{source}: {problem}"
+        assert refusal_here(PROGRAM, path, "convert.folder=models/new", cwd=tmp_path) == f"{source}: {problem}"
     words = ["small", "convert.folder=models/new"]
-    printed = refusal(PROGRAM, *words, "convert.tokenizer=nowhere", cwd=tmp_path)
-    assert printed.startswith("convert.tokenizer nowhere: no tokenizer; give a folder with tokenizer.json or one of ")
-    assert refusal(PROGRAM, *words, cwd=tmp_path) == "small: no tokenizer.json; give convert.tokenizer=FOLDER"
-    assert refusal(PROGRAM, "small", "convert.folder=ours", cwd=tmp_path).startswith("ours: exists already; give anoth")
-    with pytest.raises(DataError, match="small: no tokenizer; make a model folder with tost convert"):
+    assert refusal_here(PROGRAM, *words, cwd=tmp_path) == "small: no tokenizer.json; add that of the model"
+    assert refusal_here(PROGRAM, "small", "convert.folder=ours", cwd=tmp_path).startswith(
+        "ours: exists already; give anoth"
+    )
+    with pytest.raises(DataError, match=r"small: no tokenizer\.json; add that of the model"):
         tost_lm.load_tokenizer(tmp_path / "small")
     with pytest.raises(CheckpointError, match="nowhere: no such folder"):
         tost_lm.load_tokenizer(tmp_path / "nowhere")
-    folder = "convert.folder=small/config.json/x"
-    printed = refusal(PROGRAM, "small", folder, "convert.tokenizer=ours", cwd=tmp_path)
+    printed = refusal_here(PROGRAM, "whole", "convert.folder=small/config.json/x", cwd=tmp_path)
     assert printed == "small/config.json/x: cannot be written: Not a directory"
-    printed = refusal(PROGRAM, "ours", "convert.folder=x", "convert.to=llama", "convert.tokenizer=y", cwd=tmp_path)
-    assert printed == "command line: convert.tokenizer y: only for convert.to=ours; leave it out"
+    printed = refusal_here(PROGRAM, "whole", "convert.folder=x", "convert.like=y", cwd=tmp_path)
+    assert printed.endswith("convert.like y: only for forms of the Hugging Face library; set convert.to")
     assert snapshot(tmp_path) == before

@@ -33,7 +33,7 @@ from tost_lm.version import VERSION
 
 
 class ConversionConfig(Section):
-    """The target, and the tokenizer."""
+    """The target."""
 
     folder: Annotated[Path, TAKES_URLS]
     """New folder for the result, perhaps at a URL."""
@@ -41,13 +41,9 @@ class ConversionConfig(Section):
     """`ours`: to a model folder. Others: from a run or model to this form of the Hugging Face library."""
     like: Annotated[Path | None, TAKES_URLS] = None
     """Folder of the Hugging Face library whose tokenizer the model has, and whose other files and settings are kept."""
-    tokenizer: Annotated[Path | None, TAKES_URLS] = None
-    """Folder with tokenizer.json or tokenizer.model; default: the source."""
 
     @model_validator(mode="after")
     def _target_fits_source(self) -> "ConversionConfig":
-        if self.to != "ours" and self.tokenizer:
-            raise ValueError(f"convert.tokenizer {self.tokenizer}: only for convert.to=ours; leave it out")
         if self.like and self.to == "ours":
             raise ValueError(f"convert.like {self.like}: only for forms of the Hugging Face library; set convert.to")
         return self
@@ -69,12 +65,11 @@ def main(path: Path, config: ConvertConfig) -> None:
     if list_files(folder) if isinstance(folder, RemotePath) else folder.exists():
         raise ConfigError(f"{folder}: exists already; give another convert.folder")
     source = local_model(path)
-    given = {"like": conversion.like, "tokenizer": conversion.tokenizer}
-    copies = {name: one and local_copy(one) for name, one in given.items()}
+    like = conversion.like and local_copy(conversion.like)
     with work_folder() if isinstance(folder, RemotePath) else nullcontext(folder.parent) as parent:
         written = parent / folder.name
         convert = partial(_to_ours, named=path) if conversion.to == "ours" else _from_ours
-        lines = convert(source, conversion.model_copy(update={**copies, "folder": written}))
+        lines = convert(source, conversion.model_copy(update={"like": like, "folder": written}))
         if isinstance(folder, RemotePath):
             upload_folder(written, folder, MANIFEST if (written / MANIFEST).exists() else CONFIG)
     for line in lines:
@@ -87,7 +82,7 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
     from tost_lm.inference.foreign_folder import CONFIG, weight_files
     from tost_lm.inference.hugging_face import print_only_errors
     from tost_lm.interop.card import model_card
-    from tost_lm.interop.load import form_of, read_tokenizer_folder
+    from tost_lm.interop.load import form_of
     from tost_lm.interop.public_form import read_their_tokenizer
 
     form = form_of(source)
@@ -97,14 +92,13 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
     print_only_errors()
     found = form.read(source)
     config, weights = found.config, found.weights
-    given = conversion.tokenizer
-    tokenizer = read_tokenizer_folder(given) if given else read_their_tokenizer(source)
+    tokenizer = read_their_tokenizer(source)
     if tokenizer is None:
-        raise ConfigError(f"{source}: no tokenizer.json; give convert.tokenizer=FOLDER")
+        raise ConfigError(f"{source}: no tokenizer.json; add that of the model")
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"{source}: its vocabulary of {config.vocab_size} ids is smaller than the tokenizer's: "
-            f"{tokenizer.vocab_size}; give convert.tokenizer=FOLDER with the model's tokenizer"
+            f"{tokenizer.vocab_size}; replace its tokenizer.json by that of the model"
         )
     record = {
         "source": str(named),

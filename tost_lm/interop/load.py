@@ -10,7 +10,7 @@ from tost_lm.checkpointing.format import MANIFEST, read_model_config
 from tost_lm.checkpointing.reading import load as load_ours
 from tost_lm.checkpointing.run_folder import ADAPTER, FOREIGN_FOLDERS, find_checkpoint, local_model
 from tost_lm.config import path_or_url
-from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer, find_tokenizer, read_tokenizer
+from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.inference.foreign_folder import CONFIG, read_settings
 from tost_lm.interop import MODULES
@@ -74,10 +74,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     tokenizer = read_their_tokenizer(source)
     if tokenizer is None:
-        raise DataError(
-            f"{source}: no tokenizer; make a model folder with tost convert {source} "
-            "convert.folder=FOLDER convert.tokenizer=FOLDER"
-        )
+        raise DataError(f"{source}: no tokenizer.json; add that of the model")
     return tokenizer
 
 
@@ -100,21 +97,3 @@ def form_of(source: Path) -> "PublicForm | None":
         raise CheckpointError(f"{source / CONFIG}: unsupported model_type: {kind!r} ({what}); train it with {tool}")
     known = ", ".join(name for one in forms for name in one.model_types)
     raise CheckpointError(f"{source / CONFIG}: unsupported model_type: {kind!r}; give a model with one of {known}")
-
-
-def read_tokenizer_folder(folder: Path) -> Tokenizer:
-    """The tokenizer in `convert.tokenizer`.
-
-    Raises:
-        DataError: it is missing or damaged.
-    """
-    if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return read_tokenizer(find_tokenizer(folder))
-    from tost_lm.interop.public_form import read_their_tokenizer
-
-    if tokenizer := read_their_tokenizer(folder):
-        return tokenizer
-    raise DataError(
-        f"convert.tokenizer {folder}: no tokenizer; give a folder with tokenizer.json or one of "
-        f"{', '.join(TOKENIZER_FILES)}"
-    )
