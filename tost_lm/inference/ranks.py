@@ -84,11 +84,6 @@ class Ranks:
         """Number of copies of the model."""
         return self.mesh.data.size if self.mesh else 1
 
-    @property
-    def is_first_of_copy(self) -> bool:
-        """Whether this rank writes the results of its copy."""
-        return self.mesh is None or self.mesh.tensor.rank == self.mesh.sequence.rank == 0
-
     def each(self, items: Iterable[Item], progress: Callable[[int], str] | None = None) -> Iterator[Item]:
         """The items, with a `beat` before each, and each minute a line of progress for the number of items done."""
         printed_at = time.monotonic()

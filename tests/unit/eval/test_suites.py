@@ -124,6 +124,6 @@ def test_long_texts_have_progress(run_folder: Path, tokenizer, make_model, tmp_p
     output = capsys.readouterr().out
     for line in (
         "200 of 271 tokens of each text read", "32 of 32 tokens of a sequence read", "1 of 1 sequences read",
-        "1,560 of 1,560 bytes tokenized", "requests scored",
+        "1,560 of 1,560 bytes read", "requests scored",
     ):  # fmt: skip
         assert f"{line}\n" in output
