@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tost_lm.errors import ConfigError
 from tost_lm.inference.effective_length import ACCURACIES, accuracy_of, effective_lengths
-from tost_lm.inference.evaluated import HUB, differing, hub_home, read_result_file
+from tost_lm.inference.evaluated import differing, read_result_file
 from tost_lm.intervals import paired
 from tost_lm.markdown import escape, format_chance, format_result, table, with_interval
 from tost_lm.tasks.grid import length_file, without_lengths
@@ -222,9 +222,7 @@ def _effective_lengths(found: Mapping[Path, dict[str, dict[str, Any]]]) -> Itera
 
 
 def _home(path: Path) -> Path:
-    """The folder with the results of a run, model folder or hub model. Raises ConfigError when it does not exist."""
-    if str(path).startswith(HUB):
-        return hub_home(path)
+    """The folder with the results of a run or model folder. Raises ConfigError when it does not exist."""
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder; give runs, exports, folders of Hugging Face models or hub:NAME")
+        raise ConfigError(f"{path}: no such folder; give runs, exports or folders of Hugging Face models")
     return path.parent.parent if path.absolute().parent.name == "checkpoints" else path
