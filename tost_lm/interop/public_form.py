@@ -21,13 +21,14 @@ from torch import Tensor
 
 from tost_lm.checkpointing.format import CARD, CONVERSION, StoredTensors, read_model_config, write_tensors
 from tost_lm.config import leaves, validate
+from tost_lm.data.sources.blocks import listed
 from tost_lm.data.tokenizers import HfTokenizer, SentencePieceTokenizer, Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.hf import eos_token, hf_tokenizer
 from tost_lm.data.tokenizers.lossless import FORMS
 from tost_lm.errors import CheckpointError, ConfigError, DataError, first_line
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, usual_mode
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
-from tost_lm.inference.foreign_folder import CONFIG, listed, read_settings, weight_files
+from tost_lm.inference.foreign_folder import CONFIG, read_settings, weight_files
 from tost_lm.inference.hugging_face import transformers_library
 from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
 from tost_lm.interop.public_layers import LAYERS, fixed_rotary, our_rotary, their_rotary, unsupported
