@@ -39,7 +39,6 @@ from tost_lm.markdown import table
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
 from tost_lm.optim.settings import OptimConfig, obstacle_to_schedule
-from tost_lm.parallel.graceful_stop import terminable
 from tost_lm.version import VERSION
 
 
@@ -329,4 +328,4 @@ def main(_: Path, config: RecallConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_program(terminable(main), name="experiments.mqar", doc=__doc__ or "", positional="CONFIG", config=RecallConfig)
+    run_program(main, name="experiments.mqar", doc=__doc__ or "", positional="CONFIG", config=RecallConfig)

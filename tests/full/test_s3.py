@@ -14,12 +14,9 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-import torch
 from forked import LIMIT_S, Forked
 from programs import curve, refusal, run, weights, write_tiny_run
-from released_code import to_released
-
-import tost_lm
+from public_models import write_olmo_hybrid
 
 s3fs: Any = pytest.importorskip("s3fs")
 moto_server: Any = pytest.importorskip("moto.server")
@@ -225,9 +222,8 @@ def test_models_corpora_and_tokenizers(workplace: Path, prepared: Path, bucket: 
     ]
     assert texts[0] == texts[1]
     run("tost eval", "s3://bucket/runs/tiny", "heldout", cwd=workplace, **environment)
-    torch.save(to_released(tost_lm.load(workplace / "runs/tiny"), iterations=8), workplace / "ckpt.pt")
-    run("tost convert", "ckpt.pt", "convert.folder=s3://bucket/models/tiny", "convert.tokenizer=s3://bucket/shards",
-        cwd=workplace, **environment)  # fmt: skip
+    write_olmo_hybrid(workplace / "olmo")
+    run("tost convert", "olmo", "convert.folder=s3://bucket/models/tiny", cwd=workplace, **environment)
     assert bucket.exists("bucket/models/tiny/manifest.json")
     bucket.put_file(str(prepared / "corpus.jsonl"), "bucket/corpus/corpus.jsonl")
     run("tost prepare shards", prepared / "data.toml", "corpus.source=s3://bucket/corpus", "shards.folder=again",

@@ -19,16 +19,13 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import torch
 from doc_pages import FIRST, MINUTES_S, QUICK, RECIPES, Block, blocks_of, with_words
 from forked import CHECKOUT, ENVIRONMENT, LIMIT_S, Forked, as_rank, free_port
 from public_models import qwen3_5, write_olmo_hybrid, write_with_images
-from released_code import to_released
 from shared_data import GPT2_BPE, write_gpt2
 
 from tost_lm.config import find_recipe, load_config, read_toml, validate
 from tost_lm.errors import TostError
-from tost_lm.model import ModelConfig, TostLM
 from tost_lm.pretrain.checks import ranks_to_start
 from tost_lm.pretrain.settings import PretrainConfig
 
@@ -62,12 +59,6 @@ class Pages:
             self._folders[page] = Checkout(folder)
             if re.search("runs/(base|long)", "".join(block.text for block in blocks_of(page))):
                 self._folders[page].train_base()
-            if any(
-                re.search("tost convert ckpt.pt", block.text)
-                for block in blocks_of(page)
-                if block in QUICK and not block.missing
-            ):
-                write_released(folder)
             if any("tost convert Olmo-Hybrid-7B" in block.text for block in blocks_of(page)):
                 write_olmo_hybrid(folder / "Olmo-Hybrid-7B")
             if any("tost convert Qwen3.5-4B" in block.text for block in blocks_of(page)):
@@ -237,13 +228,6 @@ SENTENCES = (
     "When the rain stopped, the children drew a river on the dry half of the yard.",
     "He wrote the number on his hand, washed the dishes, and lost the number.",
 )
-
-
-def write_released(folder: Path) -> None:
-    """Write a small ckpt.pt of the released code, as the pages name it."""
-    sizes = {"preset": "tost-base", "layers": 1, "heads": 2, "width": 8, "max_positions": 64}
-    model = TostLM(validate(ModelConfig, sizes, "test"))
-    torch.save(to_released(model, iterations=600_000), folder / "ckpt.pt")
 
 
 def write_files(folder: Path) -> None:

@@ -223,7 +223,7 @@ def test_an_export_has_its_own_results(copy: Path):
         (
             "tost eval",
             ["nowhere", "heldout"],
-            "nowhere: no such folder; give a run folder, a step folder, an export, a",
+            "nowhere: no such folder; give a run folder, a step folder, an export or a",
         ),
         ("tost eval", ["out", "heldout"], "out: not a checkpoint"),
         ("tost eval", ["runs/tiny"], "TASK is missing; write tost eval RUN TASK… before any section.key=value"),

@@ -30,7 +30,7 @@ PATHS = {
     "tost preflight": ["configs/pretrain/demo.toml"],
     "tost train": ["configs/pretrain/demo.toml"],
     "tost eval": ["runs/some", "configs/eval/suite_demo.toml"],
-    "tost convert": ["ckpt.pt", "convert.folder=x"],
+    "tost convert": ["models/some", "convert.folder=x"],
     "python -m benchmarks.evaluation": ["bench.gpt2=gpt2"],
 }
 HEAVY = {"torch", "sentencepiece", "megatron", "deepspeed", "datasets", "wandb", "matplotlib"}

@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from forked import LIMIT_S, Forked
 from programs import losses, refusal, run, snapshot, weights
-from released_code import to_released
-
-import tost_lm
+from public_models import write_olmo_hybrid
 
 
 @pytest.fixture
@@ -152,19 +149,19 @@ def test_models_are_read_from_urls_and_written_to_them(workplace: Path, storage:
     upload, cache = f"checkpoint.upload={storage}/runs", dict[str, Any](TOST_CACHE=str(workplace / "cache"))
     train(workplace, upload, f"data.folder={storage}/shards")
     at_url, local = f"{storage}/runs/tiny", workplace / "runs/tiny"
-    (workplace / "bucket/tost").mkdir()
-    torch.save(to_released(tost_lm.load(local), iterations=12), workplace / "bucket/tost/ckpt.pt")
-    said = run("tost convert", f"{storage}/tost/ckpt.pt", f"convert.folder={storage}/models/back",
-               f"convert.tokenizer={storage}/shards", cwd=workplace, **cache)  # fmt: skip
+    write_olmo_hybrid(workplace / "bucket/olmo")
+    words = [f"{storage}/olmo", f"convert.folder={storage}/models/back"]
+    said = run("tost convert", *words, cwd=workplace, **cache)
     assert f"written to {storage}/models/back: tost generate {storage}/models/back" in said
     assert str(workplace / "cache") not in said
     record = json.loads((workplace / "bucket/models/back/conversion.json").read_text())
-    assert record["source"] == f"{storage}/tost/ckpt.pt"
+    assert record["source"] == f"{storage}/olmo"
     texts = [
         run("tost generate", model, "x = ", "sample.tokens=8", cwd=workplace, **cache).partition("\nstate after")[0]
-        for model in (local, at_url, f"{storage}/models/back")
+        for model in (local, at_url, f"{storage}/models/back", f"{storage}/olmo")
     ]
-    assert len({*texts}) == 1
+    assert texts[0] == texts[1]
+    assert texts[2] == texts[3]
     refused = refusal("tost convert", at_url, f"convert.folder={storage}/models/back", cwd=workplace, **cache)
     assert refused == f"{storage}/models/back: exists already; give another convert.folder"
 

@@ -56,8 +56,10 @@ from tost_lm.errors import TostError
 from tost_lm.inference.hugging_face import find_evaluated
 from tost_lm.report import write_report
 errors = []
+Path("theirs").mkdir()
+Path("theirs/config.json").write_text("{}")
 for call in (
-    lambda: find_evaluated(Path("hub:someone/model")),
+    lambda: find_evaluated(Path("theirs")),
     lambda: HfTokenizer(b'{"eot_token": "", "tokenizer": "{}"}'),
     lambda: write_report(Path("run")),
 ):
@@ -213,7 +215,7 @@ def test_a_missing_extra_is_one_line_with_the_fix(python: Path, folder: Path, tm
     errors = json.loads(start(python, "-c", WITHOUT, cwd=tmp_path))
     assert errors == [
         f"Hugging Face models need transformers; {install_hint('hf')}",
-        f"GPT-2's tokenizer needs the package tokenizers; {install_hint('hf')}",
+        f"a tokenizer.json needs the package tokenizers; {install_hint('hf')}",
         f"the report needs a package: markdown_it; {install_hint('report')}",
     ]
     programs = {

@@ -89,6 +89,8 @@ def find_checkpoint(
         path = path if step_folders(path) else local_copy(path, _verify_model)
     elif not path.exists():
         raise CheckpointError(f"{path}: no such folder; {GIVE}")
+    elif path.is_file():
+        raise CheckpointError(f"{path}: a file, which is not read because pickles run code; {GIVE}")
     if (path / MANIFEST).is_file():
         verify(path)
         return path

@@ -1,13 +1,11 @@
-"""Convert models of the released code and of the Hugging Face library to model folders, and models to that library.
+"""Convert models of the Hugging Face library to model folders, and models to that library.
 
-    tost convert ckpt.pt convert.folder=models/tost convert.tokenizer=gpt2
     tost convert Olmo-Hybrid-7B convert.folder=models/olmo
     tost convert runs/longer convert.folder=models/longer convert.to=olmo-hybrid convert.like=Olmo-Hybrid-7B
 
-The source is a ckpt.pt of the released code (arXiv 2412.17810), TSSA or softmax attention, or a folder of the Hugging
-Face library with a form of convert.to. The result is a model folder, which every program reads. Its
-model card, README.md, names the source. Logits stay the same up to rounding. A checkpoint that would run code is
-refused. Source and result may be at URLs.
+The source is a folder of the Hugging Face library with a form of convert.to. The result is a model folder, which every
+program reads. Its model card, README.md, names the source. Logits stay the same up to rounding. Source and result may
+be at URLs.
 
 With the name of a form of the Hugging Face library (convert.to=llama, …) the source is a run folder (its newest valid
 checkpoint), a step folder or an export, and the result is a folder that the library's from_pretrained reads, with a
@@ -21,7 +19,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 from pydantic import Field, model_validator
 
@@ -35,7 +33,7 @@ from tost_lm.version import VERSION
 
 
 class ConversionConfig(Section):
-    """The target, and the tokenizer."""
+    """The target."""
 
     folder: Annotated[Path, TAKES_URLS]
     """New folder for the result, perhaps at a URL."""
@@ -43,13 +41,9 @@ class ConversionConfig(Section):
     """`ours`: to a model folder. Others: from a run or model to this form of the Hugging Face library."""
     like: Annotated[Path | None, TAKES_URLS] = None
     """Folder of the Hugging Face library whose tokenizer the model has, and whose other files and settings are kept."""
-    tokenizer: Annotated[Path | None, TAKES_URLS] = None
-    """Folder with tokenizer.json or tokenizer.model; default: the source, which is no folder if it is a ckpt.pt."""
 
     @model_validator(mode="after")
     def _target_fits_source(self) -> "ConversionConfig":
-        if self.to != "ours" and self.tokenizer:
-            raise ValueError(f"convert.tokenizer {self.tokenizer}: only for convert.to=ours; leave it out")
         if self.like and self.to == "ours":
             raise ValueError(f"convert.like {self.like}: only for forms of the Hugging Face library; set convert.to")
         return self
@@ -71,12 +65,11 @@ def main(path: Path, config: ConvertConfig) -> None:
     if list_files(folder) if isinstance(folder, RemotePath) else folder.exists():
         raise ConfigError(f"{folder}: exists already; give another convert.folder")
     source = local_model(path)
-    given = {"like": conversion.like, "tokenizer": conversion.tokenizer}
-    copies = {name: one and local_copy(one) for name, one in given.items()}
+    like = conversion.like and local_copy(conversion.like)
     with work_folder() if isinstance(folder, RemotePath) else nullcontext(folder.parent) as parent:
         written = parent / folder.name
         convert = partial(_to_ours, named=path) if conversion.to == "ours" else _from_ours
-        lines = convert(source, conversion.model_copy(update={**copies, "folder": written}))
+        lines = convert(source, conversion.model_copy(update={"like": like, "folder": written}))
         if isinstance(folder, RemotePath):
             upload_folder(written, folder, MANIFEST if (written / MANIFEST).exists() else CONFIG)
     for line in lines:
@@ -89,53 +82,43 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
     from tost_lm.inference.foreign_folder import CONFIG, weight_files
     from tost_lm.inference.hugging_face import print_only_errors
     from tost_lm.interop.card import model_card
-    from tost_lm.interop.load import foreign_format, read_tokenizer_folder
+    from tost_lm.interop.load import form_of
+    from tost_lm.interop.public_form import read_their_tokenizer
 
-    foreign = foreign_format(source)
-    if foreign is None:
+    form = form_of(source)
+    if form is None:
         hint = " or, for a model folder, another convert.to" if source.is_dir() else ""
-        raise CheckpointError(
-            f"{source}: not a ckpt.pt and no folder of the Hugging Face library, with {CONFIG}; give one of these{hint}"
-        )
-    if source.is_dir():
-        print_only_errors()
-    found = foreign.read(source)
+        raise CheckpointError(f"{source}: no folder of the Hugging Face library, with {CONFIG}; give one{hint}")
+    print_only_errors()
+    found = form.read(source)
     config, weights = found.config, found.weights
-    given = conversion.tokenizer
-    tokenizer = read_tokenizer_folder(given) if given else foreign.read_tokenizer(source)
+    tokenizer = read_their_tokenizer(source)
     if tokenizer is None:
-        raise ConfigError(f"{source}: no tokenizer.json; give convert.tokenizer=FOLDER")
+        raise ConfigError(f"{source}: no tokenizer.json; add that of the model")
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"{source}: its vocabulary of {config.vocab_size} ids is smaller than the tokenizer's: "
-            f"{tokenizer.vocab_size}; give convert.tokenizer=FOLDER with the model's tokenizer"
+            f"{tokenizer.vocab_size}; replace its tokenizer.json by that of the model"
         )
-    record = _record(named, foreign.title, [source] if source.is_file() else weight_files(source))
-    if found.iterations is not None:
-        record |= {"iterations": found.iterations, "nats_per_token": found.best_nats}
+    record = {
+        "source": str(named),
+        "format": f"{form.title} of the Hugging Face library",
+        "sha256": {path.name: sha256_file(path) for path in weight_files(source)},
+        "tost_lm": VERSION,
+    }
 
     def write_others(folder: Path) -> None:
         (folder / CONVERSION).write_text(json.dumps(record, indent=1))
         (folder / CARD).write_text(model_card(folder, conversion.folder.name))
 
     write_checkpoint(conversion.folder, config, weights, tokenizer, write_others)
-    trained = ""
-    if found.iterations is not None:
-        nats = "" if found.best_nats is None else f", {found.best_nats:.4f} nats per token of their validation set"
-        trained = f" after {found.iterations:,} iterations{nats}"
-    count = sum(weight.numel() for name, weight in weights.items() if name != "positions.weight")
     return [
         f"{source}: {config.layers} layers, {config.layer_kinds}; width {config.width}, {config.heads} heads, "
-        f"vocabulary {config.vocab_size:,}, {config.context_length:,} positions; {count:,} parameters without "
-        f"positions{trained}",
+        f"vocabulary {config.vocab_size:,}, {config.context_length:,} positions; "
+        f"{sum(weight.numel() for weight in weights.values()):,} parameters",
         *([f"left out: {', '.join(found.left_out)}"] if found.left_out else []),
         f"written to {conversion.folder}: tost generate {conversion.folder}",
     ]
-
-
-def _record(source: Path, title: str, files: list[Path]) -> dict[str, Any]:
-    sha256 = {path.name: sha256_file(path) for path in files}
-    return {"source": str(source), "format": title, "sha256": sha256, "tost_lm": VERSION}
 
 
 def _from_ours(source: Path, conversion: ConversionConfig) -> list[str]:
@@ -143,8 +126,8 @@ def _from_ours(source: Path, conversion: ConversionConfig) -> list[str]:
     from tost_lm.inference.hugging_face import print_only_errors
 
     print_only_errors()
-    written_by = import_module(f"tost_lm.interop.{conversion.to.replace('-', '_')}").FORMAT
-    return written_by.write(conversion.folder, find_checkpoint(source), conversion.like)
+    form = import_module(f"tost_lm.interop.{conversion.to.replace('-', '_')}").FORM
+    return form.write_from(find_checkpoint(source), conversion.folder, conversion.like)
 
 
 def run() -> NoReturn:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from tost_lm.inference.generation import LanguageModel
     from tost_lm.parallel.mesh import Mesh
 
-HUB = "hub:"
 SAMPLE = "sample"
 """The folder of a generated text."""
 
@@ -51,7 +50,7 @@ class EvaluatedCheckpoint:
         """That of a run folder, a step folder or an export, also at a URL. Raises CheckpointError."""
         checkpoint = find_checkpoint(path)
         if isinstance(path, RemotePath):
-            return cls(checkpoint, hub_home(path))
+            return cls(checkpoint, home_of_url(path))
         if path != checkpoint:
             return cls(checkpoint, path)
         run = path.absolute().parent.parent
@@ -206,9 +205,9 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> str:
     return ", ".join(name for name in first | second if first.get(name, ...) != second.get(name, ...))
 
 
-def hub_home(path: Path) -> Path:
-    """The folder for the results of a model `hub:NAME` or at a URL."""
-    return Path("runs") / re.sub(r"[^\w.-]+", "--", str(path).removeprefix(HUB))
+def home_of_url(url: Path) -> Path:
+    """The folder for the results of a model at a URL."""
+    return Path("runs") / re.sub(r"[^\w.-]+", "--", str(url))
 
 
 def results_path(home: Path, task: str) -> Path:

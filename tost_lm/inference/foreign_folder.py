@@ -98,9 +98,3 @@ def _read_index(path: Path) -> _Index:
         return _Index.model_validate_json(regular_file(path).read_bytes())
     except ValidationError:
         raise CheckpointError(f"{path}: damaged: no index of weights in this folder; copy it again") from None
-
-
-def listed(names: list[str]) -> str:
-    """Up to three names of weights, and the number of the others."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"

@@ -23,7 +23,7 @@ from tost_lm.data.shards import Shards
 from tost_lm.data.tokenizers import LosslessTokenizer, Tokenizer
 from tost_lm.errors import CheckpointError, ConfigError, first_line, install_hint
 from tost_lm.files import sha256_bytes, xxh3_file
-from tost_lm.inference.evaluated import HUB, EvaluatedCheckpoint, hub_home, open_valid
+from tost_lm.inference.evaluated import EvaluatedCheckpoint, home_of_url, open_valid
 from tost_lm.inference.foreign_folder import CONFIG, SAFETENSORS, TORCH_FILE, read_settings, weight_files
 from tost_lm.inference.generation import ForeignFacts
 from tost_lm.model import LMOutput, LMState
@@ -37,23 +37,20 @@ POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 
 
 def find_evaluated(path: Path) -> EvaluatedCheckpoint:
-    """The checkpoint of a run, step folder or export, of a folder that `save_pretrained` wrote, also at a URL, or of
-    `hub:NAME`, which is downloaded.
+    """The checkpoint of a run, step folder or export, or of a folder that `save_pretrained` wrote, also at a URL.
 
     Raises:
         CheckpointError: the path is none of these.
         ConfigError: transformers is not installed.
     """
-    name = str(path)
-    of_hub = name.startswith(HUB)
-    copy = _download(name.removeprefix(HUB)) if of_hub else local_model(path)
+    copy = local_model(path)
     if copy == path and not path.exists():
-        wanted = "a run folder, a step folder, an export, a folder of a Hugging Face model"
-        raise CheckpointError(f"{path}: no such folder; give {wanted} or {HUB}NAME")
-    if of_hub or ((copy / CONFIG).is_file() and not (copy / MANIFEST).is_file()):
+        wanted = "a run folder, a step folder, an export or a folder of a Hugging Face model"
+        raise CheckpointError(f"{path}: no such folder; give {wanted}")
+    if (copy / CONFIG).is_file() and not (copy / MANIFEST).is_file():
         read_settings(copy)
         print_only_errors()
-        return HuggingFaceCheckpoint(copy, path if copy == path else hub_home(path))
+        return HuggingFaceCheckpoint(copy, path if copy == path else home_of_url(path))
     return EvaluatedCheckpoint.find(path)
 
 
@@ -264,23 +261,6 @@ def _nats_and_top(logits_BKV: Tensor, labels_BK: Tensor) -> tuple[Tensor, Tensor
 
 def _tokenizes(path: Path) -> bool:
     return path.is_file() and ("token" in path.name or path.name.startswith(("vocab.", "merges.", "spiece")))
-
-
-def _download(name: str) -> Path:
-    """The folder of a model in the cache of the hub's client."""
-    print_only_errors()
-    import huggingface_hub
-
-    try:
-        files = [file for file in huggingface_hub.list_repo_files(name) if "/" not in file]
-        kinds = [".safetensors"] if any(file.endswith(".safetensors") for file in files) else [".bin"]
-        kinds += [".json", ".model", ".txt", ".tiktoken"]
-        wanted = [file for file in files if file.endswith(tuple(kinds))]
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
-    except Exception as error:  # the client raises its own errors and those of the network
-        raise CheckpointError(
-            f"{HUB}{name}: cannot be downloaded ({first_line(error)}); give a folder with the model"
-        ) from None
 
 
 def transformers_library() -> Any:

@@ -15,7 +15,6 @@ from tost_lm.config import leaves
 from tost_lm.errors import ConfigError, install_hint
 from tost_lm.inference.evaluated import EvaluatedCheckpoint, pick_device
 from tost_lm.inference.settings import RanksConfig
-from tost_lm.parallel.graceful_stop import StopRequest, Terminated
 
 if TYPE_CHECKING:
     from tost_lm.inference.generation import LanguageModel
@@ -30,13 +29,11 @@ def joined_ranks(parallel: RanksConfig, *, copies: bool = False) -> Iterator["Ra
     """The ranks of this launch, one without a launcher. Inside the block, only rank 0 prints.
 
     Args:
-        copies: the program divides its work among several copies of the model, and calls `Ranks.beat` between model
-            calls, where several ranks stop on SIGTERM.
+        copies: the program divides its work among several copies of the model.
 
     Raises:
         ConfigError: tensor × sequence does not fit the number of ranks, or megatron-core is not installed.
         LostRankError: as `watch_ranks`.
-        Terminated: on all ranks, SIGTERM was received; with `copies`.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(parallel, size, copies)
@@ -47,24 +44,14 @@ def joined_ranks(parallel: RanksConfig, *, copies: bool = False) -> Iterator["Ra
     from tost_lm.parallel.settings import ParallelConfig
     from tost_lm.parallel.watchdog import watch_ranks
 
-    world, stop, terminated = start_world(pick_device()), StopRequest(), False
+    world = start_world(pick_device())
     with (
         Path(os.devnull).open("w") as devnull,
-        watch_ranks(on_terminate=stop.request if copies else None),
+        watch_ranks(),
         redirect_stdout(devnull if world.rank else sys.stdout),
     ):
-        mesh = build_mesh(world, ParallelConfig(tensor=parallel.tensor, sequence=parallel.sequence))
-        try:
-            if copies:
-                yield Ranks(world.rank, mesh, stop.check, stop.wait_for_copies)
-                stop.check()
-            else:
-                yield Ranks(world.rank, mesh)
-        except Terminated:
-            terminated = True  # on all ranks, so they can leave the process group together
+        yield Ranks(world.rank, build_mesh(world, ParallelConfig(tensor=parallel.tensor, sequence=parallel.sequence)))
         stop_world()
-    if terminated:
-        raise Terminated
 
 
 @dataclass(frozen=True)
@@ -76,8 +63,6 @@ class Ranks:
     """None: there is only one rank."""
     beat: Callable[[], None] = lambda: None
     """Called before each model call, by all ranks; it may raise an exception that ends the evaluation."""
-    wait_for_copies: Callable[[], None] = lambda: None
-    """Called by all ranks at the end of work in which they call `beat` different numbers of times."""
 
     @property
     def tensor_ranks(self) -> int:
@@ -98,11 +83,6 @@ class Ranks:
     def copies(self) -> int:
         """Number of copies of the model."""
         return self.mesh.data.size if self.mesh else 1
-
-    @property
-    def is_first_of_copy(self) -> bool:
-        """Whether this rank writes the results of its copy."""
-        return self.mesh is None or self.mesh.tensor.rank == self.mesh.sequence.rank == 0
 
     def each(self, items: Iterable[Item], progress: Callable[[int], str] | None = None) -> Iterator[Item]:
         """The items, with a `beat` before each, and each minute a line of progress for the number of items done."""

@@ -154,10 +154,6 @@ def _origin_rows(folder: Path) -> Rows:
     if converted := _read_json(folder / CONVERSION):
         rows += [("converted from", f"{converted['source']}, {converted['format']}")]
         rows += [(f"SHA-256 of {name}", sha256) for name, sha256 in converted["sha256"].items()]
-        if "iterations" in converted:
-            rows.append(("iterations there", f"{converted['iterations']:,}"))
-        if converted.get("nats_per_token") is not None:
-            rows.append(("validation loss there", f"{converted['nats_per_token']:.4f} nats per token"))
         rows.append(("converted by", f"tost_lm {converted['tost_lm']}"))
     return rows
 

@@ -3,8 +3,7 @@
 from tost_lm.interop.public_form import PublicForm
 from tost_lm.interop.public_layers import ATTENTION
 
-LLAMA = PublicForm(
+FORM = PublicForm(
     "Llama", ("llama",), "LlamaConfig", "LlamaForCausalLM",
     blocks={"A": ATTENTION}, sizes={"softmax.head_size": "head_dim"},
 )  # fmt: skip
-FORMAT = LLAMA.format

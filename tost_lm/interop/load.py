@@ -1,7 +1,8 @@
-"""Loading of models and tokenizers: ours, the released code's, and those of the Hugging Face library."""
+"""Loading of models and tokenizers: ours, and those of the Hugging Face library."""
 
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,12 +10,14 @@ from tost_lm.checkpointing.format import MANIFEST, read_model_config
 from tost_lm.checkpointing.reading import load as load_ours
 from tost_lm.checkpointing.run_folder import ADAPTER, FOREIGN_FOLDERS, find_checkpoint, local_model
 from tost_lm.config import path_or_url
-from tost_lm.data.tokenizers import TOKENIZER_FILES, Tokenizer, find_tokenizer, read_tokenizer
+from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import CheckpointError, DataError
 from tost_lm.inference.foreign_folder import CONFIG, read_settings
 from tost_lm.interop import MODULES
-from tost_lm.interop.interface import ForeignFormat
 from tost_lm.model import ModelConfig, TostLM
+
+if TYPE_CHECKING:
+    from tost_lm.interop.public_form import PublicForm
 
 OTHER_TOOLS = {
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), ("Qwen3.5 with experts", "ms-swift or Megatron-Bridge")),
@@ -23,7 +26,7 @@ OTHER_TOOLS = {
     "mixtral": ("Mixtral, which has experts", "ms-swift"),
     "kimi_linear": ("Kimi Linear, which has experts and latent attention", "flame, with fla"),
 }
-"""By `model_type`, models that no format reads, and what trains them."""
+"""By `model_type`, models that no form reads, and what trains them."""
 
 
 def load(path: str | Path, device: str = "cpu") -> TostLM:
@@ -31,17 +34,17 @@ def load(path: str | Path, device: str = "cpu") -> TostLM:
 
     Args:
         path: a run folder (its newest valid checkpoint), a step folder, an export, a folder that `tost_lm.interop.hf`
-            wrote, a ckpt.pt of the released code, or a folder of the Hugging Face library; also at a URL.
+            wrote, or a folder of the Hugging Face library; also at a URL.
 
     Raises:
         CheckpointError: no such model, or a file is damaged.
-        ConfigError: the sizes of a ckpt.pt or of a model of the Hugging Face library are inconsistent.
+        ConfigError: the sizes of a model of the Hugging Face library are inconsistent.
     """
     source = local_model(path_or_url("path", path))
-    foreign = foreign_format(source)
-    if foreign is None:
+    form = form_of(source)
+    if form is None:
         return load_ours(source, device)
-    found = foreign.read(source)
+    found = form.read(source)
     with torch.device("meta"):
         model = TostLM(found.config)
     model.load_state_dict(found.weights, assign=True)
@@ -53,8 +56,8 @@ def read_config(path: Path) -> ModelConfig:
 
     Raises as `load`.
     """
-    foreign = foreign_format(path)
-    return read_model_config(find_checkpoint(path)) if foreign is None else foreign.read_config(path)
+    form = form_of(path)
+    return read_model_config(find_checkpoint(path)) if form is None else form.read_config(path)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -62,57 +65,35 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     Raises:
         CheckpointError: no such model.
-        DataError: the tokenizer is missing or damaged; a ckpt.pt has none.
+        DataError: the tokenizer is missing or damaged.
     """
     source = local_model(path_or_url("path", path))
-    foreign = foreign_format(source)
-    if foreign is None:
+    if form_of(source) is None:
         return read_tokenizer(find_tokenizer(find_checkpoint(source)))
-    tokenizer = foreign.read_tokenizer(source)
+    from tost_lm.interop.public_form import read_their_tokenizer
+
+    tokenizer = read_their_tokenizer(source)
     if tokenizer is None:
-        raise DataError(
-            f"{source}: no tokenizer; make a model folder with tost convert {source} "
-            "convert.folder=FOLDER convert.tokenizer=FOLDER"
-        )
+        raise DataError(f"{source}: no tokenizer.json; add that of the model")
     return tokenizer
 
 
-def foreign_format(source: Path) -> ForeignFormat | None:
-    """The format of a ckpt.pt of the released code or a folder of the Hugging Face library; None: neither.
+def form_of(source: Path) -> "PublicForm | None":
+    """The form of a folder of the Hugging Face library; None: it is no such folder.
 
     Raises:
-        CheckpointError: no format has the `model_type` of the folder, or it has adapters.
+        CheckpointError: no form has the `model_type` of the folder, or it has adapters.
     """
-    if source.is_file():
-        return import_module("tost_lm.interop.authors").FORMAT
     if (source / ADAPTER).is_file():
         raise CheckpointError(f"{source / ADAPTER}: {FOREIGN_FOLDERS[ADAPTER]}")
     if not (source / CONFIG).is_file() or (source / MANIFEST).is_file():
         return None
     kind = read_settings(source).get("model_type")
-    formats = [import_module(f"tost_lm.interop.{name}").FORMAT for name in MODULES]
-    if found := next((one for one in formats if kind in one.model_types), None):
+    forms = [import_module(f"tost_lm.interop.{name}").FORM for name in MODULES]
+    if found := next((one for one in forms if kind in one.model_types), None):
         return found
     if elsewhere := OTHER_TOOLS.get(str(kind)):
         what, tool = elsewhere
         raise CheckpointError(f"{source / CONFIG}: unsupported model_type: {kind!r} ({what}); train it with {tool}")
-    known = ", ".join(name for one in formats for name in one.model_types)
+    known = ", ".join(name for one in forms for name in one.model_types)
     raise CheckpointError(f"{source / CONFIG}: unsupported model_type: {kind!r}; give a model with one of {known}")
-
-
-def read_tokenizer_folder(folder: Path) -> Tokenizer:
-    """The tokenizer in `convert.tokenizer`.
-
-    Raises:
-        DataError: it is missing or damaged.
-    """
-    if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return read_tokenizer(find_tokenizer(folder))
-    from tost_lm.interop.public_form import read_their_tokenizer
-
-    if tokenizer := read_their_tokenizer(folder):
-        return tokenizer
-    raise DataError(
-        f"convert.tokenizer {folder}: no tokenizer; give a folder with tokenizer.json or one of "
-        f"{', '.join(TOKENIZER_FILES)}"
-    )

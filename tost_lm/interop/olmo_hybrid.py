@@ -30,7 +30,7 @@ class _OlmoHybrid(PublicForm):
         return found
 
 
-OLMO_HYBRID = _OlmoHybrid(
+FORM = _OlmoHybrid(
     "OLMo-Hybrid", ("olmo_hybrid",), "OlmoHybridConfig", "OlmoHybridForCausalLM",
     blocks={
         "D": {
@@ -53,4 +53,3 @@ OLMO_HYBRID = _OlmoHybrid(
     without_rotary={"rope_theta": None},
     renamed={"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},
 )  # fmt: skip
-FORMAT = OLMO_HYBRID.format

@@ -21,17 +21,16 @@ from torch import Tensor
 
 from tost_lm.checkpointing.format import CARD, CONVERSION, StoredTensors, read_model_config, write_tensors
 from tost_lm.config import leaves, validate
+from tost_lm.data.sources.blocks import listed
 from tost_lm.data.tokenizers import HfTokenizer, SentencePieceTokenizer, Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.data.tokenizers.hf import eos_token, hf_tokenizer
 from tost_lm.data.tokenizers.lossless import FORMS
 from tost_lm.errors import CheckpointError, ConfigError, DataError, first_line
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, usual_mode
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
-from tost_lm.inference.foreign_folder import CONFIG, listed, read_settings, weight_files
+from tost_lm.inference.foreign_folder import CONFIG, read_settings, weight_files
 from tost_lm.inference.hugging_face import transformers_library
-from tost_lm.interop.authors import check_weights
 from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
-from tost_lm.interop.interface import ForeignFormat, ForeignModel
 from tost_lm.interop.public_layers import LAYERS, fixed_rotary, our_rotary, their_rotary, unsupported
 from tost_lm.model import ModelConfig
 from tost_lm.model.lm import parameter_shapes
@@ -75,6 +74,16 @@ Only its text part is new: the weights of images, and `mtp.*`, which predict sev
 """
 
 
+class FoundModel(NamedTuple):
+    """The content of a folder."""
+
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    """float32, by our names."""
+    left_out: tuple[str, ...]
+    """Parts of the source that the model does not have."""
+
+
 class _Stored(NamedTuple):
     """A weight in a file."""
 
@@ -112,16 +121,11 @@ class PublicForm:
     renamed: dict[str, str] = field(default_factory=dict)
     """Parts of names in files, and what the library's model has in their place."""
 
-    @property
-    def format(self) -> ForeignFormat:
-        title = f"{self.title} of the Hugging Face library"
-        return ForeignFormat(title, self.model_types, self.read, self.read_config, read_their_tokenizer, self._write)
-
     def read_config(self, folder: Path) -> ModelConfig:
         """The settings of a model in a folder, which may be without weights. Raises as `read`."""
         return self.our_settings(self._read_config(folder), folder / CONFIG)
 
-    def read(self, folder: Path) -> ForeignModel:
+    def read(self, folder: Path) -> FoundModel:
         """The settings and the weights [float32, by our names] of a model in a folder.
 
         Raises:
@@ -141,7 +145,7 @@ class PublicForm:
         head = found.pop(HEAD, None) if config.tied_head else None
         if config.tied_head:
             del expected[HEAD]
-        check_weights(folder, expected, {name: one.on_meta for name, one in found.items()})
+        _check_weights(folder, expected, {name: one.on_meta for name, one in found.items()})
         weights = self.our_weights(config, {name: one.weight for name, one in found.items()})
         for name in weights:  # one after the other, so that few are in memory twice
             weights[name] = weights[name].float()
@@ -149,7 +153,7 @@ class PublicForm:
             raise CheckpointError(f"{folder}: {HEAD} differs from the token embedding; give a model with a tied head")
         names = [one.name for one in stored.values()]
         left_out = [part for start, part in OTHER_PARTS.items() if any(name.startswith(start) for name in names)]
-        return ForeignModel(config, weights, left_out=tuple(left_out))
+        return FoundModel(config, weights, tuple(left_out))
 
     def write(
         self, folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer, *,
@@ -369,7 +373,8 @@ class PublicForm:
             for ours, names in self.blocks[letter].items():
                 yield f"blocks.{n}.{ours}", [f"model.layers.{n}.{name}" for name in names], orders[letter].get(ours)
 
-    def _write(self, folder: Path, checkpoint: Path, like: Path | None) -> list[str]:
+    def write_from(self, checkpoint: Path, folder: Path, like: Path | None) -> list[str]:
+        """`write` a checkpoint folder of ours with its model card. Returns lines to print."""
         config, path = read_model_config(checkpoint), find_tokenizer(checkpoint)
         weights, as_read = StoredTensors(checkpoint, "model", backend="pread"), (checkpoint / CONVERSION).is_file()
         evaluated = EvaluatedCheckpoint.find(checkpoint)
@@ -388,6 +393,22 @@ def _explained(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:
         raise CheckpointError(f"{folder / CONFIG}: transformers rejects it: {first_line(error)}; correct it") from None
+
+
+def _check_weights(where: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError: a weight is missing, unexpected, of another shape or of integers."""
+    if missing := [name for name in expected if name not in found]:
+        raise CheckpointError(f"{where}: lacks weights: {listed(missing)}; copy it again")
+    if unexpected := [name for name in found if name not in expected]:
+        raise CheckpointError(f"{where}: unexpected weights: {listed(unexpected)}; give a model without them")
+    for name, wanted in expected.items():
+        if not found[name].is_floating_point():
+            raise CheckpointError(f"{where}: {name} is not a floating-point tensor; copy it again")
+        if found[name].shape != wanted.shape:
+            raise CheckpointError(
+                f"{where}: {name} has shape {list(found[name].shape)}, its settings say {list(wanted.shape)}; copy it "
+                "again"
+            )
 
 
 def _check_supported(ours: Mapping[str, Any], supported: Mapping[str, Any], theirs: str) -> None:

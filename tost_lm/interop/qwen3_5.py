@@ -6,7 +6,7 @@ The text part of a folder with images is read too; it is written as a model of t
 from tost_lm.interop.public_form import PublicForm
 from tost_lm.interop.public_layers import ATTENTION, DELTA, QK_NORM
 
-QWEN3_5 = PublicForm(
+FORM = PublicForm(
     "Qwen3.5", ("qwen3_5_text", "qwen3_5"), "Qwen3_5TextConfig", "Qwen3_5ForCausalLM",
     blocks={
         "D": {
@@ -21,4 +21,3 @@ QWEN3_5 = PublicForm(
     settings={"norm": "rms-zero-centered", "softmax.qk_norm": True, "softmax.gate": True},
     partial_rotary=True, without_rotary={"partial_rotary_factor": 0.0}, renamed={"model.language_model.": "model."},
 )  # fmt: skip
-FORMAT = QWEN3_5.format

@@ -139,7 +139,6 @@ def measure(queries: Queries, length: int, scorer: "Scorer", ranks: Ranks) -> tu
     from tost_lm.tasks.answers import score_texts
 
     own = score_texts(queries, scorer, length, range(ranks.copy, queries.settings.samples, ranks.copies))
-    ranks.wait_for_copies()
     together = {sample: rows for pairs in ranks.gather(list(own.items())) for sample, rows in pairs}
     rows = [row for sample in sorted(together) for row in together[sample]]
     scores = {"length": length, "samples": len(together), **totals_of(rows)}

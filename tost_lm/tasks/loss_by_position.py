@@ -161,7 +161,6 @@ def mean_nats_of_all(ranks: Ranks, model: "LanguageModel", sequences: Sequences)
     results, numbers = {}, range(ranks.copy, sequences.count, ranks.copies)
     for number in ranks.each(numbers, lambda done: f"{done:,} of {len(numbers):,} sequences read"):
         results[number] = mean_nats(model, sequences.sequence(number), sequences.ends, ranks).tolist()
-    ranks.wait_for_copies()
     together = {number: nats for pairs in ranks.gather(list(results.items())) for number, nats in pairs}
     return np.array([together[number] for number in range(sequences.count)])
 

@@ -1,13 +1,9 @@
-"""Tasks that ask for a missing word: LAMBADA and the Children's Book Test.
-
-LAMBADA: the last word of a passage, which its last sentence alone does not determine (arXiv 1606.06031). The
-Children's Book Test: which of ten words is missing in the 21st sentence of a passage (arXiv 1511.02301).
-"""
+"""LAMBADA: the last word of a passage, which its last sentence alone does not determine (arXiv 1606.06031)."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +17,8 @@ from tost_lm.tasks.scored import (
     ScoredTask,
     accuracy_of,
     read_json_lines,
-    read_text,
     section_of_test_sets,
     to_array,
-    wrong_format,
 )
 from tost_lm.tasks.task import Family, Row
 
@@ -90,124 +84,8 @@ def passages(path: Path) -> list[str]:
     return texts
 
 
-SENTENCES, CANDIDATES, BLANK = 20, 10, "XXXXX"
-
-
-class Cloze(NamedTuple):
-    """A passage with a blank."""
-
-    before: str
-    """The passage and the words before the blank."""
-    after: str
-    candidates: tuple[str, ...]
-    answer: str
-
-    def filled(self, candidate: str) -> str:
-        """The whole passage with a candidate in the blank."""
-        return f"{self.before} {candidate} {self.after}".strip()
-
-
-class MissingWord(ScoredTask):
-    """`cbt_cn@gpt2` and `cbt_ne@gpt2`: the candidate that is the likeliest together with the rest of its sentence."""
-
-    about = "accuracy of the missing word among ten"
-    rules, headline = "gpt2", "accuracy"
-
-    def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
-        found = []
-        for cloze in clozes(path):
-            context, requests = tokenizer.encode(detokenized(cloze.before)), []
-            for candidate in cloze.candidates:
-                ids = np.array(tokenizer.encode(detokenized(cloze.filled(candidate))), dtype=np.int64)
-                requests.append(left_truncated(ids, _common_tokens(context, ids.tolist()), window))
-            found.append(Example(tuple(requests), {"candidates": list(cloze.candidates), "answer": cloze.answer}))
-        return found
-
-    def row(self, example: Example, scores: Likelihoods) -> Row:
-        chosen = example.facts["candidates"][int(scores.nats.argmin())]
-        right = chosen == example.facts["answer"]
-        return {**example.facts, "chosen": chosen, "right": right, "nats": scores.nats.tolist()}
-
-    def totals(self, rows: Sequence[Row]) -> Row:
-        return {**accuracy_of(rows), "chance": 1 / CANDIDATES}
-
-
-def clozes(path: Path) -> list[Cloze]:
-    """The questions of a file in the original format: sentences `1 …` to `20 …`, then `21 …<TAB>answer<TAB><TAB>a|b|…`.
-
-    Raises:
-        DataError: a line has another format.
-    """
-    found, sentences, text = [], [], read_text(path)
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        index, _, rest = line.partition(" ")
-        if index != str(len(sentences) + 1):
-            expected = f"cbtest_CN_valid_2000ex.txt or the like, with sentence {len(sentences) + 1} in this line"
-            raise wrong_format(path, text, expected, number)
-        if len(sentences) < SENTENCES:
-            sentences.append(rest.strip())
-            continue
-        found.append(_cloze(f"{path}, line {number}", sentences, rest))
-        sentences = []
-    if sentences:
-        raise DataError(f"{path}: ends after sentence {len(sentences)} of {SENTENCES + 1}; give the whole file")
-    if not found:
-        raise wrong_format(path, text, "cbtest_CN_valid_2000ex.txt or the like")
-    return found
-
-
-def _cloze(place: str, sentences: Sequence[str], line: str) -> Cloze:
-    columns = line.split("\t")
-    if len(columns) != 4 or columns[0].split().count(BLANK) != 1:
-        raise DataError(
-            f"{place}: wrong format; give a sentence with one {BLANK}, TAB, the answer, two TABs, and candidates a|b|…"
-        )
-    words, answer, candidates = columns[0].split(), columns[1].strip(), tuple(columns[3].strip().split("|"))
-    if len(candidates) != CANDIDATES or answer not in candidates:
-        raise DataError(
-            f"{place}: {len(candidates)} candidates; give {CANDIDATES}, and the answer {answer!r} as one of them"
-        )
-    blank = words.index(BLANK)
-    before = " ".join([*sentences, *words[:blank]])
-    return Cloze(before, " ".join(words[blank + 1 :]), candidates, answer)
-
-
-def detokenized(text: str) -> str:
-    """The text without the spaces, brackets and quotes of the Penn Treebank tokenizer."""
-    for token, mark in (("-LRB- ", "("), (" -RRB-", ")"), ("`` ", '"'), (" ''", '"'), ("` ", "'"), (" n't", "n't")):
-        text = text.replace(token, mark)
-    for mark in (".", ",", "!", "?", ";", ":", "'"):
-        text = text.replace(f" {mark}", mark)
-    return text
-
-
-def _common_tokens(context: Sequence[int], ids: Sequence[int]) -> int:
-    """Length of the common prefix, at least one and less than that of `ids`."""
-    same = 0
-    while same < min(len(context), len(ids) - 1) and context[same] == ids[same]:
-        same += 1
-    return max(1, same)
-
-
 def _text(row: dict[str, Any]) -> str:
     return json.dumps({"text": row["text"]}) + "\n"
-
-
-def _story(row: dict[str, Any]) -> str:
-    question = f"{row['question']}\t{row['answer']}\t\t{'|'.join(row['options'])}\n"
-    return "".join(f"{number} {line}\n" for number, line in enumerate([*row["sentences"], question], start=1))
-
-
-def _filled(path: Path) -> list[str]:
-    return [cloze.filled(cloze.answer) for cloze in clozes(path)]
-
-
-def _cbt(kind: str, what: str) -> DataSet:
-    file = f"cbtest_{kind}_valid_2000ex.txt"
-    source = HubSource("cam-cst/cbt", kind, "validation", file, _story)
-    return DataSet(f"cbt_{kind.lower()}", f"{what} of the Children's Book Test, {file}", source, texts=_filled)
 
 
 LAMBADA_OPENAI = DataSet(
@@ -223,16 +101,9 @@ LAMBADA_STANDARD = DataSet(
     HubSource("cimec/lambada", None, "test", "lambada_standard.jsonl", _text),
     texts=passages,
 )
-CBT_CN, CBT_NE = _cbt("CN", "Common nouns"), _cbt("NE", "Named entities")
 
 FAMILY = Family(
     "missing_word",
-    [
-        LastWord(LAMBADA_OPENAI),
-        LastToken(LAMBADA_OPENAI),
-        LastWord(LAMBADA_STANDARD),
-        MissingWord(CBT_CN),
-        MissingWord(CBT_NE),
-    ],
+    [LastWord(LAMBADA_OPENAI), LastToken(LAMBADA_OPENAI), LastWord(LAMBADA_STANDARD)],
     section=section_of_test_sets,
 )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tost_lm.errors import ConfigError
 from tost_lm.inference.effective_length import ACCURACIES, accuracy_of, effective_lengths
-from tost_lm.inference.evaluated import HUB, differing, hub_home, read_result_file
+from tost_lm.inference.evaluated import differing, read_result_file
 from tost_lm.intervals import paired
 from tost_lm.markdown import escape, format_chance, format_result, table, with_interval
 from tost_lm.tasks.grid import length_file, without_lengths
@@ -58,9 +58,6 @@ PUBLISHED = [
     Published("lambada_openai@lm-eval", "GPT-2 117M", "word_perplexity", 35.13, GPT2_PAPER, differs=OWN_SCRIPT),
     Published("lambada_openai@last-token", "GPT-2 124M", "accuracy", 0.4667, MEASURED_GPT2),
     Published("lambada_openai@last-token", "GPT-2 117M", "accuracy", 0.4599, GPT2_PAPER, differs=OWN_SCRIPT),
-    Published("cbt_cn@gpt2", "GPT-2 117M", "accuracy", 0.8765, GPT2_PAPER, differs=OWN_DETOKENIZERS),
-    Published("cbt_ne@gpt2", "GPT-2 117M", "accuracy", 0.834, GPT2_PAPER, differs=OWN_DETOKENIZERS),
-    Published("ptb@megatron", "GPT-2 117M", "word_perplexity", 65.85, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     Published("owt@nanogpt", "GPT-2 124M", "nats_per_token", 3.12, NANOGPT),
     Published("owt@nanogpt", "gpt2-base 124M", "nats_per_token", 2.84, TOST_PAPER),
     Published("owt@nanogpt", "tost-base 110M", "nats_per_token", 3.20, TOST_PAPER),
@@ -225,9 +222,7 @@ def _effective_lengths(found: Mapping[Path, dict[str, dict[str, Any]]]) -> Itera
 
 
 def _home(path: Path) -> Path:
-    """The folder with the results of a run, model folder or hub model. Raises ConfigError when it does not exist."""
-    if str(path).startswith(HUB):
-        return hub_home(path)
+    """The folder with the results of a run or model folder. Raises ConfigError when it does not exist."""
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder; give runs, exports, folders of Hugging Face models or hub:NAME")
+        raise ConfigError(f"{path}: no such folder; give runs, exports or folders of Hugging Face models")
     return path.parent.parent if path.absolute().parent.name == "checkpoints" else path

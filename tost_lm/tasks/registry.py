@@ -37,12 +37,9 @@ FAMILIES: dict[str, Family] = {
 ZERO_SHOT = (
     "wikitext2@hf-stride1024",
     "wikitext2@lm-eval",
-    "ptb@megatron",
     "lambada_openai@lm-eval",
     "lambada_openai@last-token",
     "lambada_standard@lm-eval",
-    "cbt_cn@gpt2",
-    "cbt_ne@gpt2",
 )
 GROUPS = {"zero-shot": ZERO_SHOT}
 """Names that stand for several tasks, beside those of families: the test sets of the hub."""

@@ -176,7 +176,7 @@ def section_of_test_sets(run: EvaluatedModel, page: "Page") -> str:
         if "headline" not in results:
             continue
         headline, model = results["headline"], results["model"]
-        score = format_result(headline, model) + (f" (chance {model['chance']:.2%})" if "chance" in model else "")
+        score = format_result(headline, model)
         test_set = describe_published(results["published_file"]) if "published_file" in results else "–"
         examples = model["examples"] if "examples" in model else model["documents"]
         rows.append((name, headline.replace("_", " "), score, f"{examples:,}", test_set, checkpoint_of(run, results)))

@@ -179,14 +179,12 @@ def evaluate(
             wanted.append((task, own, Place(evaluated.results_path(task.name).parent, identity)))
     if not wanted:
         return {}
-    ranks.beat()
     model, prepared = ranks.load(evaluated), []
     for task, own, place in wanted:
         with _kept(failures, task, ranks):
             prepared.append((task, own.prepare(model.config), place))
     for task, measure, place in prepared:
         started = time.monotonic()
-        ranks.beat()
         with _kept(failures, task, ranks):
             results = measure(model, ranks, place)
             if ranks.rank == 0:

@@ -9,7 +9,6 @@ from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.text_file import TextFile
 from tost_lm.markdown import escape, table
 from tost_lm.page import Page
-from tost_lm.progress import ProgressBar
 from tost_lm.redaction import redact_text
 from tost_lm.tasks.evaluated_model import EvaluatedModel, checkpoint_line, state_growth
 from tost_lm.tasks.task import Family, Inputs, Measurement, Place, Row, Task
@@ -50,9 +49,7 @@ class TextStream(Task):
             print(f"scoring {text.path}, {text.bytes:,} bytes", flush=True)
             if model.config.kept_tokens is None and model.config.position_limit is None:
                 print("the model keeps all tokens: memory and time per token grow with the text", flush=True)
-            with ProgressBar("scoring", "tokens") as progress:
-                report = progress if place and ranks.rank == 0 else None
-                scores, state = score_text(model, inputs.lossless_tokenizer, text, ranks, report)
+            scores, state = score_text(model, inputs.lossless_tokenizer, text, ranks)
             bytes_of_state = state_bytes(state, ranks.tensor_ranks)
             print(
                 f"{scores['bits_per_byte']:.4f} bits/byte, {scores['nats_per_token']:.4f} nats/token, perplexity "

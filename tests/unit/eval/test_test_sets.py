@@ -13,7 +13,6 @@ from shared_data import SHARED, gpt2_tokenizer, needs_shared
 from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.errors import DataError
 from tost_lm.inference.requests import Likelihoods
-from tost_lm.tasks import missing_word
 from tost_lm.tasks.perplexity import detokenized_wikitext, pages, wikitext_rows
 from tost_lm.tasks.scored import GPT2_SAMPLE, Example, is_gpt2_tokenizer
 from tost_lm.tasks.task import Row
@@ -201,66 +200,10 @@ def test_malformed_lambada_lines_are_rejected(tmp_path: Path, lines: list[str], 
         examples_of("lambada_openai@lm-eval", path)
 
 
-def story(question: str = "He took the XXXXX home .\tcat\t\tcat|dog|a|b|c|d|e|f|g|h") -> list[str]:
-    return [*(f"{number} Line {number} did n't end ." for number in range(1, 21)), f"21 {question}"]
-
-
-def write_stories(tmp_path: Path, *stories: list[str]) -> Path:
-    path = tmp_path / "cbtest_CN_valid_2000ex.txt"
-    path.write_text("\n\n".join("\n".join(lines) for lines in stories) + "\n\n")
-    return path
-
-
-def test_cbt_chooses_the_likeliest_candidate_with_the_rest_of_its_sentence(tmp_path: Path):
-    path = write_stories(tmp_path, story(), story("XXXXX ran .\tdog\t\tcat|dog|a|b|c|d|e|f|g|h"))
-    first, second = examples_of("cbt_cn@gpt2", path, window=1000)
-    requests = read(first)
-    assert len(requests) == 10
-    assert all(context.startswith("Line 1 didn't end. Line 2") for context, _ in requests)
-    assert [target for _, target in requests][:2] == [" cat home.", " dog home."]
-    assert all(context.endswith(" He took the") for context, _ in requests)
-    assert read(second)[1][1] == " dog ran."
-    nats = [[3.0, 1.0, *[2.0] * 8]] * 2
-    rows = rows_of("cbt_cn@gpt2", [first, second], nats)
-    assert [row["right"] for row in rows] == [False, True]
-    assert scored("cbt_cn@gpt2").totals(rows)["accuracy"] == 0.5
-    short = examples_of("cbt_cn@gpt2", path, window=30)[0]
-    assert all(request.inputs == 30 for request in short.requests)
-
-
-@pytest.mark.parametrize(
-    ("lines", "problem"),
-    [
-        (story()[:5] + story()[6:], "line 6: wrong format, .* with sentence 6 in this line"),
-        (story()[:20], "ends after sentence 20 of 21"),
-        (story("He took it .\tcat\t\tcat|dog"), "line 21: wrong format; give a sentence with one XXXXX"),
-        (story("A XXXXX .\tcat\t\tcat|dog"), "line 21: 2 candidates; give 10"),
-        (story("A XXXXX .\tcow\t\tcat|dog|a|b|c|d|e|f|g|h"), "and the answer 'cow' as one of them"),
-        (story("A XXXXX .\tcat\tcat|dog|a|b|c|d|e|f|g|h"), "line 21: wrong format; give a sentence"),
-        ([], "line 1: wrong format, the file begins with .*; give cbtest_CN_valid"),
-    ],
-)
-def test_malformed_cbt_lines_are_rejected(tmp_path: Path, lines: list[str], problem: str):
-    with pytest.raises(DataError, match=problem):
-        missing_word.clozes(write_stories(tmp_path, lines))
-
-
-def test_ptb_is_measured_by_the_words_of_the_file(tmp_path: Path):
-    (tmp_path / "ptb.test.txt").write_text(" no it was n't <unk> 's \n N N to N %\n cost $ N or # N \n either\\/or \n")
-    examples = examples_of("ptb@megatron", tmp_path / "ptb.test.txt")
-    text = "".join(target for example in examples for _, target in read(example))
-    assert text == "no it wasn't ?'s\n1 1 to 1 %\ncost $1 or #1\neither/or"
-    assert read(examples[0])[0][0] == "|"
-    assert examples[0].facts["words"] == (6 + 1) + (5 + 1) + (6 + 1) + (1 + 1)
-
-
 WRONG = {
     "wikitext2@lm-eval": ['{"text": "a b c"}\n', " no it was n't <unk> \n"],
     "wikitext2@hf-stride16": [" \n", " = One = \n It is <unk> . \n"],
-    "ptb@megatron": [WIKI, '{"text": "a b c"}\n', "\n\n", "<mediawiki>\n<Page>"],
     "lambada_openai@lm-eval": [WIKI, "Some words.\nSome more.\n"],
-    "cbt_ne@gpt2": ["Some words.\nSome more.\n"],
-    "cbt_cn@gpt2": ['{"text": "a b c"}\n'],
     "lambada_standard@lm-eval": ["1 A b .\n2 C d .\n"],
 }
 

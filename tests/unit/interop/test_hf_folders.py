@@ -1,4 +1,4 @@
-"""Folders of the Hugging Face library: export, tokenizer, generation and its Trainer."""
+"""Folders of the Hugging Face library: export, tokenizer, and generation."""
 
 import gzip
 import io
@@ -21,7 +21,7 @@ from other_forms import OTHER_FORMS, other_forms
 from public_layers import run_in_torch
 from server_names import read_by_vllm, written
 from shared_data import SHARED, gpt2_tokenizer, needs_shared
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tost_lm
 from tost_lm.checkpointing.format import read_model_config
@@ -33,11 +33,11 @@ from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.generation import generate_text
 from tost_lm.inference.hugging_face import HuggingFaceCheckpoint, find_evaluated
 from tost_lm.interop.hf import TostForCausalLM, export, fast_tokenizer
-from tost_lm.interop.llama import LLAMA
-from tost_lm.interop.olmo_hybrid import OLMO_HYBRID
+from tost_lm.interop.llama import FORM as LLAMA
+from tost_lm.interop.olmo_hybrid import FORM as OLMO_HYBRID
 from tost_lm.interop.public_form import PublicForm
-from tost_lm.interop.qwen3 import QWEN3
-from tost_lm.interop.qwen3_5 import QWEN3_5
+from tost_lm.interop.qwen3 import FORM as QWEN3
+from tost_lm.interop.qwen3_5 import FORM as QWEN3_5
 from tost_lm.testing import FLOAT32_REORDERED, assert_close
 
 PAGES = "The lines of this page\n  are short;\n    12, 345 of them.  They say little!\n" * 40
@@ -62,8 +62,7 @@ FORMS: dict[str, tuple[PublicForm, dict[str, Any]]] = {
 
 
 def write(form: PublicForm, run: Path, folder: Path) -> None:
-    assert form.format.write is not None
-    form.format.write(folder, run, None)
+    form.write_from(run, folder, None)
 
 
 def drawn_texts() -> list[str]:
@@ -133,10 +132,9 @@ def test_every_written_file_can_be_read_as_its_folder(make_export: Callable[...,
         run = make_export(**settings)
         write(form, run, tmp_path / "theirs")
         export(run, tmp_path / "exported")
-        TostForCausalLM.from_run(run).save_pretrained(tmp_path / "saved", max_shard_size="5KB")
     finally:
         os.umask(before)
-    for name in ("theirs", "exported", "saved"):
+    for name in ("theirs", "exported"):
         assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / name).iterdir()} == {"0o640"}, name
 
 
@@ -148,7 +146,6 @@ def test_an_export_is_read_by_the_library_and_by_us(
     ours = tost_lm.load(run)
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     assert type(theirs) is TostForCausalLM
-    assert theirs.lm_head.weight is theirs.model.embedding.weight
     expected = ours(tokens).logits
     assert torch.equal(theirs(tokens).logits, expected)
     assert torch.equal(tost_lm.load(folder)(tokens).logits, expected)
@@ -206,46 +203,13 @@ def test_an_export_is_scored_without_a_second_end_of_text(make_export: Callable[
 
 @pytest.mark.quick
 @pytest.mark.parametrize("model", [{"pattern": "TA"}, {"pattern": "DA"}, {**OTHER_FORMS, "heads": 4}])
-@pytest.mark.parametrize("largest", ["50GB", "20KB"])
-def test_saved_weights_are_the_same_bits_in_one_file_or_in_several(
-    make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor, largest: str, model: dict[str, Any]
+def test_exported_weights_are_the_same_bits(
+    make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor, model: dict[str, Any]
 ):
-    saved: Any = TostForCausalLM.from_run(make_export(**model))
-    expected = saved(tokens).logits
-    saved.save_pretrained(tmp_path / "saved", max_shard_size=largest)
-    assert (len(list((tmp_path / "saved").glob("*.safetensors"))) == 1) == (largest == "50GB")
-    assert torch.equal(TostForCausalLM.from_pretrained(tmp_path / "saved")(tokens).logits, expected)
-    assert torch.equal(tost_lm.load(tmp_path / "saved")(tokens).logits, expected)
-
-
-def test_weights_of_an_older_save_are_not_read(make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor):
-    saved: Any = TostForCausalLM.from_run(make_export())
-    saved.save_pretrained(tmp_path / "saved", max_shard_size="5KB")
-    (tmp_path / "saved/model.safetensors.index.json").unlink()
-    with torch.no_grad():
-        saved.model.embedding.weight += 1
-    saved.save_pretrained(tmp_path / "saved")
-    shutil.copyfile(tmp_path / "saved/model.safetensors", tmp_path / "saved/model_old.safetensors")
-    with torch.no_grad():
-        saved.model.embedding.weight += 1
-    saved.save_pretrained(tmp_path / "saved")
-    assert torch.equal(tost_lm.load(tmp_path / "saved")(tokens).logits, saved(tokens).logits)
-    with pytest.raises(CheckpointError, match=r"saved: weights of two models: model\.safetensors, and the files that"):
-        saved.save_pretrained(tmp_path / "saved", max_shard_size="5KB")
-
-
-@pytest.mark.parametrize("tied_head", [True, False])
-def test_a_resized_vocabulary_is_saved(
-    make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor, tied_head: bool
-):
-    model: Any = TostForCausalLM.from_run(make_export(tied_head=tied_head))
-    before = model(tokens).logits
-    model.resize_token_embeddings(340, mean_resizing=False)
-    after = model(tokens).logits
-    torch.testing.assert_close(after[..., : before.shape[2]], before)
-    model.save_pretrained(tmp_path / "saved")
-    assert torch.equal(tost_lm.load(tmp_path / "saved")(tokens).logits, after)
-    assert after.shape[2] == 340
+    expected = tost_lm.load(made := make_export(**model))(tokens).logits
+    export(made, tmp_path / "hf")
+    for read in (tost_lm.load, TostForCausalLM.from_pretrained):
+        assert torch.equal(read(tmp_path / "hf")(tokens).logits, expected)
 
 
 def test_damaged_weights_are_refused(make_export: Callable[..., Path], tmp_path: Path):
@@ -261,37 +225,10 @@ def test_no_folder_is_overwritten(make_export: Callable[..., Path], tmp_path: Pa
     before = sorted(path.name for path in run.iterdir())
     with pytest.raises(CheckpointError, match="export: exists already; give a new folder"):
         export(run, run)
-    with pytest.raises(CheckpointError, match="export: holds a checkpoint in another format; give another folder"):
-        TostForCausalLM.from_run(run).save_pretrained(run)
     assert sorted(path.name for path in run.iterdir()) == before
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file/hf: cannot be written: Not a directory"):
         export(run, tmp_path / "file/hf")
-
-
-def test_trainer_runs_and_its_checkpoints_are_read_by_us(
-    make_export: Callable[..., Path], tmp_path: Path, tokens: torch.Tensor
-):
-    model = TostForCausalLM.from_run(make_export())
-    examples: Any = [{"input_ids": ids, "labels": ids} for ids in tokens.repeat(8, 1).tolist()]
-    settings = TrainingArguments(
-        str(tmp_path / "run"), max_steps=10, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        learning_rate=1e-2, logging_steps=1, save_steps=10, eval_strategy="steps", eval_steps=10, report_to=[],
-        use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(model, settings, train_dataset=examples, eval_dataset=examples[:2])
-    trainer.train()
-    assert trainer.state.global_step == 10
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    with torch.no_grad():
-        untrained = TostForCausalLM.from_run(tmp_path / "export")(tokens, labels=tokens).loss.item()
-        trained = model.eval()(tokens, labels=tokens)
-    assert losses[0] == pytest.approx(untrained, rel=FLOAT32_REORDERED)
-    assert losses[-1] < losses[0] - 1
-    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert evaluated == [pytest.approx(trained.loss.item(), rel=FLOAT32_REORDERED)]
-    saved = tost_lm.load(tmp_path / "run/checkpoint-10")
-    assert torch.equal(saved(tokens).logits, trained.logits)
 
 
 def check_ids(tokenizer: Tokenizer, folder: Path, texts: list[str]) -> None:

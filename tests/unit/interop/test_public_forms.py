@@ -26,12 +26,12 @@ from tost_lm.config import find_recipe, load_config, validate
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.inference.hugging_face import find_evaluated
 from tost_lm.interop import MODULES, load
-from tost_lm.interop.llama import LLAMA
-from tost_lm.interop.olmo_hybrid import OLMO_HYBRID
+from tost_lm.interop.llama import FORM as LLAMA
+from tost_lm.interop.olmo_hybrid import FORM as OLMO_HYBRID
 from tost_lm.interop.public_form import PublicForm, read_their_tokenizer
 from tost_lm.interop.public_layers import ATTENTION
-from tost_lm.interop.qwen3 import QWEN3
-from tost_lm.interop.qwen3_5 import QWEN3_5
+from tost_lm.interop.qwen3 import FORM as QWEN3
+from tost_lm.interop.qwen3_5 import FORM as QWEN3_5
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate, assert_close
@@ -203,7 +203,7 @@ def test_settings_are_read_without_weights(tmp_path: Path, kind: str):
     build_theirs(kind).save_pretrained(tmp_path)
     expected = MODELS[kind][0].read(tmp_path).config
     (tmp_path / "model.safetensors").unlink()
-    assert MODELS[kind][0].format.read_config(tmp_path) == expected
+    assert MODELS[kind][0].read_config(tmp_path) == expected
 
 
 def test_a_further_form_is_a_module_and_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -211,7 +211,7 @@ def test_a_further_form_is_a_module_and_its_name(tmp_path: Path, monkeypatch: py
     theirs.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="model_type: 'mistral'; give a model with one of llama, qwen3"):
         tost_lm.load(tmp_path)
-    monkeypatch.setitem(sys.modules, "tost_lm.interop.mistral", SimpleNamespace(FORMAT=MISTRAL.format))
+    monkeypatch.setitem(sys.modules, "tost_lm.interop.mistral", SimpleNamespace(FORM=MISTRAL))
     monkeypatch.setattr(load, "MODULES", (*MODULES, "mistral"))
     assert_equal_bits(dict(tost_lm.load(tmp_path).state_dict()), dict(build_ours("Mistral", theirs).state_dict()))
 

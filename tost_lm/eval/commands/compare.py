@@ -2,10 +2,10 @@
 
     tost compare runs/base runs/gpt2 > compared.md
 
-Prints Markdown: a table for each test set and each retrieval task that `tost eval` has measured for any of
-the folders (a run, an export, a Hugging Face model's folder, or runs/NAME of a model from the hub), and the effective
-lengths. Two results are comparable if they have the same test file and window length and, for metrics per token, the
-same tokenization, or were asked the same questions. Their difference is paired by example.
+Prints Markdown: a table for each test set and each retrieval task that `tost eval` has measured for any of the folders
+(a run, an export, a Hugging Face model's folder), and the effective lengths. Two results are comparable if they have
+the same test file and window length and, for metrics per token, the same tokenization, or were asked the same
+questions. Their difference is paired by example.
 """
 
 from pathlib import Path

@@ -6,9 +6,9 @@
     tost eval runs/long text text.file=book.txt
     tost eval runs/base suite sets.wikitext2=wiki.test.raw
 
-RUN is a run, a step folder, an export or a folder of a Hugging Face model, also at a URL, or hub:NAME. TASK is the name
-of a task, of a family (all its tasks) or of a group, as `tost tasks` lists them, or one suite: a TOML file (or recipe)
-with `tasks` and settings. All settings, test sets and texts are checked before anything is measured.
+RUN is a run, a step folder, an export or a folder of a Hugging Face model, also at a URL. TASK is the name of a task,
+of a family (all its tasks) or of a group, as `tost tasks` lists them, or one suite: a TOML file (or recipe) with
+`tasks` and settings. All settings, test sets and texts are checked before anything is measured.
 
 Writes eval/TASK/results.json: the totals with standard errors, control and chance; tasks on test sets and held-out
 documents also rows.jsonl (a line per example). Valid results for the same checkpoint, text and settings are reused,
@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 from tost_lm.command_line import run_program
 from tost_lm.errors import TostError
 from tost_lm.inference.settings import RanksConfig
-from tost_lm.parallel.graceful_stop import terminable
 from tost_lm.parallel.launch import ranks_of_launch, start_ranks
 from tost_lm.tasks.settings import EvalConfig, tasks_of
 from tost_lm.tasks.task import Family, Task
@@ -55,7 +54,7 @@ def layout(parallel: RanksConfig, tasks: Sequence[tuple[Family, Task]], size: in
 
 def run() -> NoReturn:
     run_program(
-        terminable(main),
+        main,
         name="tost eval",
         doc=__doc__ or "",
         positional="RUN TASK…",

@@ -28,16 +28,18 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Pipeline
 from transformers import PreTrainedTokenizerFast
 
-from tost_lm.checkpointing.format import CARD, write_failure
+from tost_lm.checkpointing.format import CARD, flush_and_hash, publish_checkpoint, write_failure
 from tost_lm.config import path_or_url
 from tost_lm.data.tokenizers import HfTokenizer, SentencePieceTokenizer, Tokenizer
 from tost_lm.data.tokenizers.interface import ESCAPED, PIECE_BEYOND_WORD, SPACE_MARK
 from tost_lm.errors import CheckpointError
-from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, write_atomically
+from tost_lm.files import make_temp_folder, remove_temp_folder, usual_mode
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
+from tost_lm.inference.foreign_folder import weight_files
 from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
 from tost_lm.interop.hf.cache import TostCache
-from tost_lm.interop.hf.model import TostConfig, TostForCausalLM, seal
+from tost_lm.interop.hf.model import TostConfig, TostForCausalLM
+from tost_lm.mixers.plugins import plugin_files
 
 __all__ = ["TostCache", "TostConfig", "TostForCausalLM", "export"]
 
@@ -135,14 +137,19 @@ def export(path: str | Path, folder: str | Path) -> None:
     try:
         aside = make_temp_folder(folder)
         model.save_pretrained(aside)
+        for path in weight_files(aside):
+            usual_mode(path)
         if fast is None:
             print(f"{folder}: no tokenizer.json: the Hugging Face library has no equivalent of this tokenizer")
         else:
             fast.save_pretrained(aside)
         (aside / CARD).write_text(card)
-        write_atomically(aside / tokenizer.file_name, tokenizer.model_bytes)
-        seal(aside)
-        publish_folder(aside, folder)
+        (aside / tokenizer.file_name).write_bytes(tokenizer.model_bytes)
+        plugins = plugin_files(model.config.pattern)
+        for name, text in plugins.items():
+            (aside / name).write_bytes(text)
+        read = {"config.json", tokenizer.file_name, *plugins, *(path.name for path in weight_files(aside))}
+        publish_checkpoint(aside, folder, {name: flush_and_hash(aside / name) for name in read})
     except (OSError, SafetensorError) as error:
         remove_temp_folder(folder)
         raise CheckpointError(f"{folder}: cannot be written: {write_failure(error)[1]}") from None

@@ -1,9 +1,8 @@
-"""The model as a `PreTrainedModel` of the Hugging Face library, and its config.json.
+"""The model as a `PreTrainedModel` of the Hugging Face library for inference, and its config.json.
 
 Shapes as in `tost_lm.model`; K: number of columns with logits.
 """
 
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,26 +10,18 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
-from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, initialization
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from tost_lm.checkpointing.format import FORMAT, MANIFEST, MODEL, StoredTensors, flush_and_hash, read_model_config
+from tost_lm.checkpointing.format import StoredTensors, read_model_config
 from tost_lm.checkpointing.run_folder import find_checkpoint
 from tost_lm.config import validate
-from tost_lm.data.tokenizers import TOKENIZER_FILES, find_tokenizer, read_tokenizer
-from tost_lm.errors import CheckpointError, ConfigError
-from tost_lm.files import manifest_bytes, usual_mode, write_atomically
-from tost_lm.inference.foreign_folder import weight_files
+from tost_lm.data.tokenizers import find_tokenizer, read_tokenizer
 from tost_lm.interop.hf.cache import TostCache
-from tost_lm.mixers.plugins import plugin_files
-from tost_lm.model.block import Block, CheckpointWrapper, LMState, no_checkpoint
 from tost_lm.model.config import PRESETS, ModelConfig
 from tost_lm.model.lm import Head, TostLM
 from tost_lm.model.streaming import to_running_dtype
-from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.ops.initialization import Normal, matrix_std, own_values
 
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"  # before transformers 5.24
 
@@ -71,12 +62,8 @@ class TostConfig(PreTrainedConfig):
         tree = {name: named.pop(name) for name in ModelConfig.model_fields if name in named}
         if not tree.get("preset"):
             tree = PRESETS["tost-base"] | tree
-        if not self.tie_word_embeddings:
-            tree.setdefault("tied_head", False)
         model = validate(ModelConfig, tree, "TostConfig")
         super().__post_init__(**named, **model.in_use())
-        if model.tied_head and not self.tie_word_embeddings:
-            raise ConfigError("tie_word_embeddings = False contradicts tied_head = True; leave one of them out")
         self.tie_word_embeddings = model.tied_head
 
     @classmethod
@@ -98,41 +85,21 @@ class HiddenStates(Head):
 
 
 class TostForCausalLM(PreTrainedModel, GenerationMixin):
-    """A `TostLM` as `model`, whose head returns hidden states; if it is tied, the embedding is also `lm_head`."""
+    """A `TostLM` as `model`, whose head returns hidden states. `tost train` and `TostLM` train it."""
 
     config: TostConfig
     config_class = TostConfig
     base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _is_stateful = True
     _input_embed_layer = "embedding"
-    accepts_loss_kwargs = True
-    _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012, the library's
-    _keys_to_ignore_on_save = ["lm_head.weight"]  # noqa: RUF012, the library's
 
     def __init__(self, config: TostConfig) -> None:
         super().__init__(config)
-        self.gradient_checkpointing = False
-        model_config = config.to_model()
-        self.model = TostLM(model_config, head=HiddenStates)
-        if model_config.tied_head:
-            self.lm_head = nn.Linear(model_config.width, model_config.vocab_size, bias=False)
+        self.model = TostLM(config.to_model(), head=HiddenStates)
         self.post_init()
 
-    def get_output_embeddings(self) -> nn.Linear:
-        """The head as the library has it."""
-        weight_VC = self.model.head.weight
-        if weight_VC is None:
-            return self.lm_head
-        head = nn.Linear(*reversed(weight_VC.shape), bias=False, device="meta")
-        head.weight = weight_VC
-        return head
-
-    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        if self.model.head.weight is None:
-            self.lm_head = new_embeddings
-        else:
-            self.model.head.weight = new_embeddings.weight  # pyright: ignore[reportAttributeAccessIssue]
+    def _init_weights(self, module: nn.Module) -> None:
+        """`TostLM` has drawn them."""
 
     @can_return_tuple
     def forward(
@@ -140,19 +107,17 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: TostCache | None = None,
-        labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: Tensor | int | None = None,
         cache: TostCache | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, K, V], none in training with labels, the mean loss with labels, and the cache.
+        """Logits [B, K, V] and the cache.
 
-        Arguments are the library's. `labels` [B, T] are input_ids with −100 where no loss is counted, `logits_to_keep`
-        the number of last columns with logits, 0 for all, or their indices [K]. Padding at any place, where
-        `attention_mask` [B, columns of the cache + T] is 0, is skipped: positions count tokens only, and logits at
-        padding are 0. A cache, `past_key_values` or `cache`, is updated in place.
+        Arguments are the library's. `logits_to_keep` is the number of last columns with logits, 0 for all, or their
+        indices [K]. Padding at any place, where `attention_mask` [B, columns of the cache + T] is 0, is skipped:
+        positions count tokens only, and logits at padding are 0. A cache, `past_key_values` or `cache`, is updated in
+        place.
 
         Raises:
             ConfigError: a row has more tokens than the model's positions.
@@ -166,47 +131,30 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
             cache = TostCache()
         if cache is not None and not isinstance(cache, TostCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}: give a TostCache, or leave it out")
-        loss, x_BTC = self._read(input_ids, attention_mask, cache, labels, num_items_in_batch)
+        x_BTC = self._read(input_ids, attention_mask, cache)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits: Any = self._logits(x_BTC[:, kept]) if labels is None or not self.training else None
-        return CausalLMOutputWithPast(loss, logits, **dict[str, Any]({CACHE: cache}))
+        tied_VC = self.model.embedding.weight if self.model.head.weight is None else None
+        logits: Any = linear(x_BTC[:, kept], self.model.head.weight_or(tied_VC))
+        return CausalLMOutputWithPast(None, logits, **dict[str, Any]({CACHE: cache}))
 
-    def _logits(self, x_BKC: Tensor) -> Tensor:
-        """[B, K, V] of hidden states."""
-        weight_VC = self.model.head.weight
-        return self.lm_head(x_BKC) if weight_VC is None else linear(x_BKC, weight_VC)
-
-    def _read(
-        self, tokens_BT: Tensor, mask: Tensor | None, cache: Any, labels_BT: Tensor | None, label_count: Any
-    ) -> tuple[Tensor | None, Tensor]:
-        """The loss and hidden states [B, T, C]; the cache is updated. With padding, the tokens are read as packed
+    def _read(self, tokens_BT: Tensor, mask: Tensor | None, cache: TostCache | None) -> Tensor:
+        """Hidden states [B, T, C], 0 at padding; the cache is updated. With padding, the tokens are read as packed
         documents."""
-        if labels_BT is not None:
-            labels_BT = pad(labels_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
         columns, state = (0, None) if cache is None else (cache.columns, cache.state)
-        options = {"label_count": label_count, "output_state": cache is not None}
         real_BT = None if mask is None else _real_tokens(tokens_BT, mask, columns)
         if real_BT is None or real_BT.all():
-            output = self.model(tokens_BT, labels_BT, state, **options)
-            loss, x_BTC, state = output.loss, output.logits, to_running_dtype(output.state)
+            output = self.model(tokens_BT, state=state, output_state=cache is not None)
+            x_BTC = output.logits
         else:
-            loss, x_BTC, state = self._read_padded(tokens_BT, real_BT, labels_BT, state, options)
+            if not real_BT.any(1).all():
+                raise ValueError("attention_mask masks all tokens of a row; give each row a 1, and prompts in one call")
+            offsets = pad(real_BT.sum(1).cumsum(0), (1, 0)).int()
+            output = self.model(tokens_BT[real_BT][None], None, state, offsets, output_state=cache is not None)
+            x_1MC = output.logits
+            x_BTC = x_1MC.new_zeros(*real_BT.shape, x_1MC.shape[-1]).masked_scatter(real_BT[..., None], x_1MC)
         if cache is not None:
-            cache.state, cache.columns = state, columns + tokens_BT.shape[1]
-        return loss, x_BTC
-
-    def _read_padded(
-        self, tokens_BT: Tensor, real_BT: Tensor, labels_BT: Tensor | None, state: LMState | None, options: Any
-    ) -> tuple[Tensor | None, Tensor, LMState | None]:
-        """The loss, hidden states, 0 at padding, and with a cache the state after the tokens."""
-        if not real_BT.any(1).all():
-            raise ValueError("attention_mask masks all tokens of a row; give each row a 1, and prompts in one call")
-        offsets = pad(real_BT.sum(1).cumsum(0), (1, 0)).int()
-        labels_1M = None if labels_BT is None else labels_BT[real_BT][None]
-        output = self.model(tokens_BT[real_BT][None], labels_1M, state, offsets, **options)
-        x_1MC = output.logits
-        x_BTC = x_1MC.new_zeros(*real_BT.shape, x_1MC.shape[-1]).masked_scatter(real_BT[..., None], x_1MC)
-        return output.loss, x_BTC, to_running_dtype(output.state)
+            cache.state, cache.columns = to_running_dtype(output.state), columns + tokens_BT.shape[1]
+        return x_BTC
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *others: Any, **named: Any
@@ -218,26 +166,6 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
             model_kwargs[CACHE] = TostCache()
         prepare: Any = super()._prepare_cache_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         return prepare(generation_config, model_kwargs, *others, **named)
-
-    def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: CheckpointWrapper = checkpoint, every_n_layers: int = 1
-    ) -> None:
-        self.gradient_checkpointing = enable
-        for n, block in enumerate(self.model.blocks):
-            assert isinstance(block, Block)
-            block.set_checkpoints(gradient_checkpointing_func if enable and n % every_n_layers == 0 else no_checkpoint)
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """The same distributions as in `TostLM`."""
-        ends_branch = any(module is other for name, other in self.model.named_modules() if name.endswith(".out_proj"))
-        std = matrix_std(self.model.config.init_std, self.model.config.layers, ends_branch)
-        for name, value in own_values(module, std).items():
-            parameter = getattr(module, name, None)
-            if isinstance(parameter, Tensor) and isinstance(value, Normal):
-                initialization.normal_(parameter, std=value.std)
-            elif isinstance(parameter, Tensor):
-                initialization.copy_(parameter, torch.as_tensor(value))
 
     @classmethod
     def from_run(cls, path: str | Path, device: str = "cpu") -> "TostForCausalLM":
@@ -255,30 +183,8 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         with torch.device("meta"):
             model: Any = cls(config)
         model.model.load_state_dict(dict(StoredTensors(folder, "model")), assign=True)
-        model.tie_weights()
         model.generation_config.suppress_tokens = [*range(tokenizer.vocab_size, model_config.vocab_size)] or None
         return model.to(device).eval()
-
-    def save_pretrained(
-        self, save_directory: str | PathLike[str], is_main_process: bool = True, *others: Any, **named: Any
-    ) -> None:
-        """Write config.json, the weights in safetensors and a manifest, for `from_pretrained` and `tost_lm.load`.
-
-        Args: as in the library.
-
-        Raises:
-            CheckpointError: the folder holds a checkpoint in another format.
-        """
-        folder = Path(save_directory)
-        if (folder / MODEL).is_file():
-            raise CheckpointError(f"{folder}: holds a checkpoint in another format; give another folder")
-        super().save_pretrained(save_directory, is_main_process, *others, **named)
-        if is_main_process:
-            for name, text in plugin_files(self.model.config.pattern).items():
-                (folder / name).write_bytes(text)
-            for path in weight_files(folder):
-                usual_mode(path)
-            seal(folder)
 
 
 def _real_tokens(tokens_BT: Tensor, mask: Tensor, columns: int) -> Tensor:
@@ -287,11 +193,3 @@ def _real_tokens(tokens_BT: Tensor, mask: Tensor, columns: int) -> Tensor:
     if mask.shape != (rows, columns + tokens):
         raise ValueError(f"attention_mask must be {[rows, columns + tokens]}, got {list(mask.shape)}")
     return mask[:, columns:] != 0
-
-
-def seal(folder: Path) -> None:
-    """Write the manifest of the files that `tost_lm.load` needs."""
-    found = [*weight_files(folder), *folder.glob("mixer_?.py")]
-    names = {"config.json", *TOKENIZER_FILES, *(path.name for path in found)}
-    entries = {name: flush_and_hash(folder / name) for name in sorted(names) if (folder / name).is_file()}
-    write_atomically(folder / MANIFEST, manifest_bytes({"format": FORMAT, "files": entries}))
