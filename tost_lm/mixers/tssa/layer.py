@@ -68,7 +68,7 @@ def _mix(
     softmax: HeadSoftmax | None,
 ) -> tuple[Tensor, TssaState | None]:
     bias = bias_of(denom_bias, info)
-    state = state and TssaState(*map(info.pad_rows, state))
+    state = state and TssaState(*map(info.pad_rows, state))  # pyright: ignore[reportArgumentType]
     if state is not None and info.recurrent:
         if bias is not None:
             bias = bias[..., 0] if info.cu_seqlens is None else bias.T
