@@ -6,8 +6,8 @@ torch has no public way: the names patched here are private, those of torch 2.13
 
 import copy
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -28,12 +28,10 @@ class Kernels(NamedTuple):
     """The calls in the code of a pass."""
 
     calls: list[str]
-    """Kernels that Inductor generated, in order."""
+    """Kernels that Inductor generated, by the number of their graph and their name, in order."""
     bytes_of: dict[str, int]
     """What each of them reads and writes in a call, by Inductor's own count."""
     products: int
-    operators: int
-    """Of `tost_lm`."""
 
     @property
     def generated(self) -> int:
@@ -44,7 +42,7 @@ class Kernels(NamedTuple):
         return sum(self.bytes_of[name] for name in self.calls)
 
 
-COUNTS = ("generated", "products", "operators")
+COUNTS = ("generated", "products")
 
 
 class _GeneratedError(Exception):
@@ -52,47 +50,54 @@ class _GeneratedError(Exception):
 
 
 def kernels_of(call: Callable[[], object]) -> list[Kernels]:
-    """The kernels of the forward and backward of the first graph that `call` compiles, as `compile_blocks` compiles
-    them. The call has tensors of the CPU and ends with that graph."""
+    """The kernels of the forwards, and those of the backwards, of the graphs that `call` compiles, as `compile_blocks`
+    compiles them. The call has tensors of the CPU."""
     from torch._inductor import compile_fx
 
     torch.compiler.reset()  # else a graph of an earlier call may serve
-    codes: list[str] = []
+    codes: tuple[list[str], list[str]] = [], []
     generate = partial(_generate, codes, compile_fx.compile_fx_inner)
-    with _hopper(), patch.object(compile_fx, "compile_fx_inner", generate), suppress(_GeneratedError):
+    with _hopper(), patch.object(compile_fx, "compile_fx_inner", generate):
         call()
-    return [_kernels(code) for code in codes]
+    return [_kernels(of_pass) for of_pass in codes]
 
 
-def _kernels(code: str) -> Kernels:
-    found = re.findall(r"'kernel_name': '(\w+)'.*?'kernel_num_gb': ([\d.e+-]+)", code)
-    body = code[code.index("\n    def call(") : code.index("\nrunner = ")]
-    return Kernels(
-        re.findall(r"^\s+(triton_\w+)\.run\(", body, re.MULTILINE),
-        {name: round(float(gigabytes) * 1e9) for name, gigabytes in found},
-        len(re.findall(r"extern_kernels\.\w+\(", body)),
-        len(re.findall(r"= torch\.ops\.tost_lm\.", body)),
-    )
+def _kernels(codes: Sequence[str]) -> Kernels:
+    kernels = Kernels([], {}, 0)
+    for graph, code in enumerate(codes):
+        found = re.findall(r"'kernel_name': '(\w+)'.*?'kernel_num_gb': ([\d.e+-]+)", code)
+        body = code[code.index("\n    def call(") : code.index("\nrunner = ")]
+        calls = re.findall(r"^\s+(triton_\w+)\.run\(", body, re.MULTILINE)
+        kernels = Kernels(
+            [*kernels.calls, *(f"{graph}: {name}" for name in calls)],
+            kernels.bytes_of | {f"{graph}: {name}": round(float(gigabytes) * 1e9) for name, gigabytes in found},
+            kernels.products + len(re.findall(r"extern_kernels\.\w+\(", body)),
+        )
+    return kernels
 
 
-def _generate(codes: list[str], compile_inner: Callable[..., Any], graph: Any, inputs: Any, **options: Any) -> Any:
-    """In place of Inductor's compilation of a graph."""
+def _generate(
+    codes: tuple[list[str], list[str]], compile_inner: Callable[..., Any], graph: Any, inputs: Any, **options: Any
+) -> Any:
+    """In place of Inductor's compilation of a graph, which PyTorch's own kernels run."""
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._guards import TracingContext, tracing
     from torch._inductor.exc import InductorError
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+    on_cpu = make_boxed_func(graph.forward)
     graph, mode, codegen = copy.deepcopy(graph), FakeTensorMode(allow_non_fake_inputs=True), GraphLowering.codegen
 
     def on_gpu(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.dtype == torch.int64:  # handles and offsets stay on the host
+        if not isinstance(x, Tensor) or x.dtype == torch.int64:  # offsets stay on the host
             return x
         with mode:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=GPU)
 
     def keep(lowering: Any) -> Any:
-        codes.append(codegen(lowering)[0].value)
+        codes[bool(options.get("is_backward"))].append(codegen(lowering)[0].value)
         raise _GeneratedError
 
     for node in graph.graph.nodes:
@@ -106,11 +111,7 @@ def _generate(codes: list[str], compile_inner: Callable[..., Any], graph: Any, i
         except InductorError as error:
             if not isinstance(error.inner_exception, _GeneratedError):
                 raise
-    return _end
-
-
-def _end(*_: Any) -> None:
-    raise _GeneratedError
+    return on_cpu
 
 
 @contextmanager

@@ -79,9 +79,9 @@ def run(config: LaunchesConfig, device: str) -> tuple[list[dict[str, Any]], str]
         f"{measure.markdown_table(rows)}\n\n{settings.rows} × {settings.seq_len:,} tokens in {cells[0]['documents']} "
         "documents. Operations without views, allocations and the optimizer. Layers are without norm, residual and "
         "MLP.\n\n"
-        f"{measure.markdown_table(compiled)}\n\nGenerated kernels, products of matrices and calls of operators of a "
-        "block with norms, residuals and MLP in bfloat16. Bytes are those that generated kernels read and write, per "
-        "token and channel. Operators launch what is counted above."
+        f"{measure.markdown_table(compiled)}\n\nGenerated kernels, and products of matrices, of a block with norms, "
+        "residuals and MLP in bfloat16, beside its operators. Bytes are those that generated kernels read and write, "
+        "per token and channel."
     )
     return [*cells, *layers], text
 
@@ -174,7 +174,7 @@ COMPILED_TOKENS = 4096
 
 def count_compiled(letter: str) -> dict[str, Any]:
     """Kernels of one block under torch.compile, in the width of a preset: those that Inductor generates, and calls of
-    products of matrices and of our operators."""
+    products of matrices."""
     model, tokens, cu_seqlens = _packed(letter, 1, COMPILED_TOKENS, 3, {"preset": PRESETS[letter]})
     x_BTC, info = _layer_input(compile_blocks(model), tokens, cu_seqlens)
     x_BTC = x_BTC.detach().float().requires_grad_()

@@ -1,8 +1,6 @@
 """The only uses of torch's private names, of which a new version may change any:
 
     torch._C._distributed_c10d, distributed_c10d._get_default_store, ._world    store and flight record of the ranks
-    torch._C._dispatch_tls_local_include_set, ._dispatch_tls_local_exclude_set,
-    ._ForceDispatchKeyGuard                                                     autograd inside of an operator
     torch.ops._c10d_functional                                                  collectives that graphs may contain
     torch.ops.aten._flash_attention_forward, ._flash_attention_backward         flash attention of packed documents
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
@@ -22,8 +20,9 @@ import pickle
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,30 +80,29 @@ def dump_flight_record(timeout_s: float, gil_timeout_s: float) -> None:
         thread.join(timeout_s)
 
 
-# Of the dispatcher, outside of an operator. Inside, autograd is off.
-_KEYS_OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-
-
-@contextmanager
-def autograd_as_outside() -> Iterator[None]:
-    """Inside of an operator of torch.library: autograd as outside of it."""
-    with torch._C._ForceDispatchKeyGuard(*_KEYS_OUTSIDE), torch.enable_grad():
-        yield
-
-
 def allow_graphs(count: int) -> None:
     """Let torch.compile make at least so many graphs of a function."""
     torch._dynamo.config.recompile_limit = max(count, torch._dynamo.config.recompile_limit)
 
 
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+@cache  # graphs depend on what they call, so blocks share them only if it is the same
+def call_outside_of_graphs() -> Callable[..., Any]:
+    """`call`, before which a graph of `compiled` ends and after which another one begins."""
+    return torch.compiler.disable(call)
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile with a whole graph, for functions that share their code but not their parameters.
+    """torch.compile, for functions that share their code but not their parameters.
 
     Inductor's kernels assume that addresses are multiples of 16 bytes if those of the first call were. It does not
     check those of parameters again, but in an engine's buffers the parameters of another block may lie elsewhere, and a
     GPU stops at a misaligned address.
     """
-    return torch.compile(function, fullgraph=True, backend=_compile_for_any_address)
+    return torch.compile(function, backend=_compile_for_any_address)
 
 
 def _compile_for_any_address(graph: Any, inputs: Any) -> Any:

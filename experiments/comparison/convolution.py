@@ -23,7 +23,7 @@ from tost_lm.mixers.shape import MixerShape
 from tost_lm.mixers.spec import RecurrentSpec
 from tost_lm.ops.initialization import InitialValue, Normal, set_own_constants
 from tost_lm.ops.positions import SequenceInfo
-from tost_lm.ops.short_conv import CONVOLUTION
+from tost_lm.ops.short_conv import conv_of
 
 NORM_EPSILON = 1e-5
 
@@ -68,10 +68,9 @@ class GatedConvolution(TokenMixer):
         self, x_BTC: Tensor, state: ConvolutionState | None, info: SequenceInfo
     ) -> tuple[Tensor, ConvolutionState | None]:
         value, gate = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1)).chunk(2, -1)
-        tensors = [value.flatten(-2), self.conv, state.taps if state else None, info.state_offsets]
-        value_BTE, *taps = CONVOLUTION(info, info.handle, tensors, info.wanted_state)
+        value_BTE, taps = self.eager(conv_of, info, value.flatten(-2), self.conv, state.taps if state else None)
         y_BTHV = rms_norm(silu(value_BTE).unflatten(-1, (self.heads, -1)), (self.size,), eps=NORM_EPSILON) * self.norm
-        return self.out_proj((y_BTHV * silu(gate)).flatten(-2)), ConvolutionState(*taps) if taps else None
+        return self.out_proj((y_BTHV * silu(gate)).flatten(-2)), ConvolutionState(taps) if taps is not None else None
 
 
 register(ConvolutionSpec(), GatedConvolution)

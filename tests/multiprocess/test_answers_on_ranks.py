@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from engine_state import whole_weights
 from hand_made import hand_made
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -105,7 +106,7 @@ def train(folder: Path, parallel: ParallelConfig, tile_tokens: int | None, packi
     outcomes = [train_step(engine, batch, tiling, LR["adamw"]) for batch in of_steps]
     records = [(outcome.loss, outcome.grad_norm) for outcome in outcomes]
     counted = [[int((batch.labels != IGNORED_LABEL).sum()) for batch in step] for step in of_steps]
-    return Found(loss, gradients, counted, validation, records, dict(engine.full_weights()))
+    return Found(loss, gradients, counted, validation, records, whole_weights(engine))
 
 
 def train_both(folder: Path, parallel: ParallelConfig, tile_tokens: int | None) -> list[Found]:
@@ -146,10 +147,10 @@ def without_labels(folder: Path) -> tuple[float, float, str, bool]:
     tokens, labels = torch.randint(VOCAB, (2, 2, T), generator=torch.Generator().manual_seed(0)).unbind()
     tiling = tile(engine.mesh, T)
     train_step(engine, [MicroBatch(tokens, labels)], tiling, LR["adamw"])
-    before = {name: x.clone() for name, x in engine.full_weights()}
+    before = whole_weights(engine)
     ignored = MicroBatch(tokens, torch.full_like(labels, IGNORED_LABEL))
     outcome = train_step(engine, [ignored], tiling, LR["adamw"])
-    unchanged = all(torch.equal(before[name], x) for name, x in engine.full_weights())
+    unchanged = all(torch.equal(before[name], x) for name, x in whole_weights(engine).items())
 
     masked = hand_made(
         folder / str(dist.get_rank()), LENGTHS, vocab_size=VOCAB, loss_mask=np.zeros(sum(LENGTHS), np.uint8)

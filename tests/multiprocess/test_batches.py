@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from engine_state import whole_weights
 from hand_made import hand_made
 from torch import Tensor
 from training_on_layouts import BATCH, LR, VOCAB, T, build_engine, micro_batch_size
@@ -76,7 +77,7 @@ def train(folder: Path, corpora: Corpora, packing: Packing, parallel: ParallelCo
             flops = sum(map(document_flops(engine.module.config), lengths_in(batch)))
             outcome = train_step(engine, batch, tiling, LR["adamw"], flops=flops)
             records.append((outcome.loss, outcome.grad_norm, outcome.flops))
-    return Trained(validation, records, dict(engine.full_weights()), by_hand)
+    return Trained(validation, records, whole_weights(engine), by_hand)
 
 
 def lengths_in(batch: list[MicroBatch]) -> list[int]:

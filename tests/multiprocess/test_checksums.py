@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from engine_state import whole_state
 from torch import Tensor
 from training_on_layouts import build_engine, restore, train_steps
 
@@ -61,9 +62,9 @@ def drill(tensor: int, case: Case) -> Errors:
     if not is_replicated(engine):
         errors.append((flip, take_step(engine, checksums, 2, flip)))
 
-    weights, moments = dict(engine.full_weights()), list(engine.full_moments())
+    state = whole_state(engine)
     engine = build_engine(layout, "adamw", bfloat16=bfloat16)
-    restore(engine, weights, moments, step=2)
+    restore(engine, state, step=2)
     checksums = Checksums(engine, interval=2)
     undamaged += take_step(engine, checksums, 3) + take_step(engine, checksums, 4)
     if is_replicated(engine):

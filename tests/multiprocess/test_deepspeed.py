@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import whole_state, whole_weights
 from training_on_layouts import (
     LR,
     T,
@@ -37,7 +38,7 @@ def trained(sequence: int, stages: list[int]) -> list[dict[str, torch.Tensor]]:
     for stage in stages:
         engine = build_engine(layout_of(stage, sequence=sequence), "adamw", grad_clip=CLIP)
         losses, norms = zip(*train_steps(engine, "adamw", range(3)), strict=True)
-        found.append({"losses": torch.tensor(losses), "norms": torch.tensor(norms), **dict(engine.full_weights())})
+        found.append({"losses": torch.tensor(losses), "norms": torch.tensor(norms), **whole_weights(engine)})
     return found
 
 
@@ -57,10 +58,10 @@ def stop_and_resume(cases: list[tuple[int, bool]]) -> list[tuple[Curve, Curve, b
     for stage, bfloat16 in cases:
         engine, fresh = (build_engine(layout_of(stage), "adamw", bfloat16=bfloat16) for _ in range(2))
         train_steps(engine, "adamw", range(3))
-        restore(fresh, dict(engine.full_weights()), list(engine.full_moments()), step=3)
+        restore(fresh, whole_state(engine), step=3)
         went_on, resumed = (train_steps(each, "adamw", range(3, 6)) for each in (engine, fresh))
-        pairs = zip(engine.full_weights(), fresh.full_weights(), strict=True)
-        outcomes.append((went_on, resumed, all(torch.equal(a, b) for (_, a), (_, b) in pairs)))
+        pairs = zip(whole_weights(engine).values(), whole_weights(fresh).values(), strict=True)
+        outcomes.append((went_on, resumed, all(torch.equal(a, b) for a, b in pairs)))
     return outcomes
 
 
@@ -95,12 +96,12 @@ def skip(stages: list[int]) -> list[tuple[float, bool, str]]:
     for stage in stages:
         engine = build_engine(layout_of(stage), "adamw")
         train_steps(engine, "adamw", range(1))
-        before = dict(engine.full_weights())
+        before = whole_weights(engine)
         tiling = tile(engine.mesh, T)
         hook = engine.module.norm.register_forward_hook(lambda module, inputs, y: y * math.inf)
         norm = train_step(engine, micro_batches(engine.mesh, tiling, 1), tiling, LR["adamw"]).grad_norm
         hook.remove()
-        left = all(torch.equal(before[name], weight) for name, weight in engine.full_weights())
+        left = all(torch.equal(before[name], weight) for name, weight in whole_weights(engine).items())
         with pytest.raises(TrainingError) as refused:
             train_step(engine, micro_batches(engine.mesh, tiling, 1), tiling, 1.0, lambda loss, norm: "no")
         found.append((norm, left, str(refused.value)))

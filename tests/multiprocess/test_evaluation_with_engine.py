@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import whole_weights
 from torch import Tensor
 from training_on_layouts import LR, T, build_engine, build_model, micro_batches
 
@@ -70,8 +71,8 @@ def measure_on(layouts: list[dict[str, Any]], folder: Path, bfloat16: bool, tied
         )
         all_measured.append(train(engine, found, tile_tokens=9))
         train(alone, None, tile_tokens=9)
-        weights = dict(engine.full_weights())
-        for name, weight in alone.full_weights():
+        weights = whole_weights(engine)
+        for name, weight in whole_weights(alone).items():
             assert torch.equal(weights[name], weight), name
         relative = 1e-2 if bfloat16 else FLOAT32_REORDERED
         for row, expected in zip(all_measured[-1][-1], measured_alone(found, weights, shape), strict=True):

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from engine_state import whole_weights
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -118,7 +119,7 @@ def logits_and_whole_weights(tensor: int) -> tuple[list[tuple[Tensor, Tensor]], 
 
     def compare() -> None:
         alone = build_model(tied_head=False)
-        alone.load_state_dict(dict(engine.full_weights()))
+        alone.load_state_dict(whole_weights(engine))
         with torch.no_grad():
             output = engine(tokens, output_state=False)
             look()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from engine_state import whole_state, whole_weights
 from other_forms import other_forms
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -88,10 +89,10 @@ def differences(engine: Any, weights: dict[str, Tensor], moments: dict[str, Tens
             whole, held = parameter.detach().clone(), slice_of(engine.parameters[name])
         whole = whole if held is None else held.gather(whole, engine.mesh.tensor)
         found += [f"weight {name}"] * (not torch.equal(whole, weights[name].to(dtype)))
-    found += [f"master {name}" for name, x in engine.full_weights() if not torch.equal(x, weights[name])]
-    stored = [(f"{statistic}/{name}", x) for name, statistic, x in engine.full_moments()]
+    found += [f"master {name}" for name, x in whole_weights(engine).items() if not torch.equal(x, weights[name])]
+    stored = {label: x for label, x in whole_state(engine).items() if label not in weights}
     assert len(stored) == len(moments)
-    return found + [label for label, x in stored if not torch.equal(x, moments[label])]
+    return found + [label for label, x in stored.items() if not torch.equal(x, moments[label])]
 
 
 def start_and_resume(layouts: list[dict[str, Any]], checkpoint: Path) -> list[tuple[list[str], list[str]]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_state import whole_state
 from torch import Tensor
 from training_on_layouts import LR, T, build_engine, micro_batches
 
@@ -23,9 +24,7 @@ FAULTS = ["loss", "gradient", "spike"]
 def everything(engine: Any) -> dict[str, Tensor]:
     # Stage 3 keeps a partition of each and fills in the whole when it likes.
     weights = {f"model/{n}": getattr(p, "ds_tensor", p).detach().clone() for n, p in engine.parameters.items()}
-    masters = {f"master/{name}": tensor for name, tensor in engine.full_weights()}
-    moments = {f"{key}/{name}": tensor for name, key, tensor in engine.full_moments()}
-    return {**weights, **masters, **moments}
+    return weights | whole_state(engine)
 
 
 def step(engine: Any, number: int, fault: str = "", at: int = 0) -> Outcome:

@@ -2,15 +2,17 @@
 
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from all_to_alls import by_all_to_alls
 
+from tost_lm import torch_internals
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
-from tost_lm.model.transforms import apply_activation_checkpointing
+from tost_lm.model.transforms import apply_activation_checkpointing, compile_blocks
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
 from tost_lm.parallel.mesh import build_mesh, keep_received, start_world
 from tost_lm.parallel.settings import ParallelConfig
@@ -39,6 +41,7 @@ class Case(NamedTuple):
     tensor: bool = False
     offsets: tuple[int, ...] = ()
     recomputed: str = "never"
+    compiled: bool = False
 
 
 DELTA_CASES = [
@@ -64,6 +67,9 @@ def sent_in_step(case: Case) -> tuple[Sendings, Sendings]:
     model = apply_activation_checkpointing(
         parallelize(TostLM(validate(ModelConfig, settings, "test")), mesh), **RECOMPUTED[case.recomputed]
     )
+    if case.compiled:
+        with patch.object(torch_internals, "_compile_for_any_address", "aot_eager"):
+            compile_blocks(model)
     split = even_split(mesh, case.tokens)
     tokens = split.shard(torch.randint(8, (case.sequences, case.tokens), generator=torch.Generator().manual_seed(0)))
     options: dict[str, Any] = {"shard": shard_of(mesh, split), "output_state": False, "label_count": 1.0}
@@ -153,8 +159,9 @@ def test_delta_layers_gather_maps_within_groups_and_between_them_whatever_the_le
 @pytest.mark.parametrize(("run", "collectives"), [(partial, 1), (partial(partial, by_all_to_alls), 2)])
 def test_recomputation_sends_nothing_where_what_was_received_is_kept(run: Any, collectives: int):
     cases = [Case(tokens=64, layers=2, pattern="TA", recomputed=recomputed) for recomputed in RECOMPUTED]
-    never, wholly, kept = run_on_ranks(run(sent_in_steps), 2, cases)[0]
+    never, wholly, kept, compiled = run_on_ranks(run(sent_in_steps), 2, [*cases, cases[-1]._replace(compiled=True)])[0]
     assert kept == never
+    assert compiled == never
     forward, backward = wholly
     assert forward == never[0]
     assert len(forward) == 2 * collectives + 2

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from engine_state import whole_weights
 from forked import CHECKOUT
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -239,11 +240,11 @@ def micro_batches_begun_before_a_stop() -> tuple[int, bool]:
             graceful_stop.request()
 
     engine.module.register_forward_pre_hook(begin)
-    before, stop = dict(engine.full_weights()), StopOfRanks(graceful_stop, dist.get_world_size(), lambda: 0.0)
+    before, stop = whole_weights(engine), StopOfRanks(graceful_stop, dist.get_world_size(), lambda: 0.0)
     batches = 4 * micro_batches(rows(0), engine.mesh.device)
     with pytest.raises(StopRequestedError):
         train_step(engine, batches, tile(engine.mesh, T), 1e-3, stop=stop)
-    return len(begun), all(torch.equal(before[name], weight) for name, weight in engine.full_weights())
+    return len(begun), all(torch.equal(before[name], weight) for name, weight in whole_weights(engine).items())
 
 
 def test_a_stop_abandons_a_step_when_the_next_micro_batch_is_queued():

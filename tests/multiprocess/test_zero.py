@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from engine_state import whole_state, whole_weights
 from torch.distributed import distributed_c10d
 from training_on_layouts import build_engine, restore, train_steps
 
@@ -17,13 +18,13 @@ Curve = list[tuple[float, float]]
 def stop_and_resume(layout: ParallelConfig, bfloat16: bool) -> tuple[Curve, Curve, bool]:
     engine = build_engine(layout, "adamw", bfloat16=bfloat16)
     train_steps(engine, "adamw", range(3))
-    weights, moments = dict(engine.full_weights()), list(engine.full_moments())
+    state = whole_state(engine)
     went_on = train_steps(engine, "adamw", range(3, 6))
     fresh = build_engine(layout, "adamw", bfloat16=bfloat16)
-    restore(fresh, weights, moments, step=3)
+    restore(fresh, state, step=3)
     resumed = train_steps(fresh, "adamw", range(3, 6))
-    pairs = list(zip(engine.full_weights(), fresh.full_weights(), strict=True))
-    return went_on, resumed, all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+    pairs = list(zip(whole_weights(engine).values(), whole_weights(fresh).values(), strict=True))
+    return went_on, resumed, all(torch.equal(a, b) for a, b in pairs)
 
 
 def stop_and_resume_each(layouts: list[ParallelConfig], bfloat16: bool) -> list[tuple[Curve, Curve, bool]]:

@@ -6,6 +6,7 @@ from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+from engine_state import whole_weights
 from torch import Tensor
 
 from tost_lm.config import validate
@@ -161,10 +162,10 @@ def set_whole(engine: Any, tensors: dict[str, Tensor]) -> None:
     engine.set_state(slices.items())
 
 
-def restore(engine: Any, weights: dict[str, Tensor], moments: list[tuple[str, str, Tensor]], step: int) -> None:
+def restore(engine: Any, state: dict[str, Tensor], step: int) -> None:
     """Set weights and optimizer state of a new engine after `step` updates."""
     engine.create_state(step)
-    set_whole(engine, {**weights, **{f"{statistic}/{name}": tensor for name, statistic, tensor in moments}})
+    set_whole(engine, state)
 
 
 def micro_batch_size(mesh: Mesh) -> int:
@@ -208,7 +209,7 @@ def train_on_layout(
     engine = build_engine(parallel, optimizer, grad_clip=grad_clip, memory=memory, **model)
     gradients = record_gradients(engine)
     losses, norms = zip(*train_steps(engine, optimizer, range(steps), lengths, tile_tokens), strict=True)
-    return Record([*losses], [*norms], gradients, dict(engine.full_weights()))
+    return Record([*losses], [*norms], gradients, whole_weights(engine))
 
 
 def exact_gradients(

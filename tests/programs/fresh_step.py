@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_state import whole_state
 from torch import Tensor
 
 from tost_lm.checkpointing.format import Progress, StoredTensors
@@ -43,8 +44,7 @@ def fresh_steps(folder: Path, recipe: str, words: list[str], before: Path, after
     engine = build_training_engine(config, mesh)
     restore(engine, before)
     train_step(engine, batches, tiling, config.optim.lr)
-    of_engine = dict(engine.full_weights())
-    of_engine |= {f"{statistic}/{name}": moment for name, statistic, moment in engine.full_moments()}
+    of_engine = whole_state(engine)
     by_torch = {str(dtype): _step_of_torch(config, before, progress.updates, batches, dtype)
                 for dtype in (torch.float32, torch.float64)}  # fmt: skip
     return {"engine": of_engine, "float32": by_torch["torch.float32"], "float64": by_torch["torch.float64"]}

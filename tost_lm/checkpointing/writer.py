@@ -275,12 +275,7 @@ class Snapshot:
     def copy(self) -> None:
         """Copy the current state; all ranks call it."""
         self.rng = torch.get_rng_state()
-        for gathered in (
-            self._engine.full_weights(self.weights),
-            self._engine.full_moments(self.statistics),
-        ):
-            for _ in gathered:  # tensor by tensor, so that no rank ever holds all of them
-                pass
+        self._engine.copy_state(self.weights | self.statistics)
 
 
 def assign_writers(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:

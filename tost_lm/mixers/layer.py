@@ -1,12 +1,13 @@
 """The interface of a mixer's layer. Shapes: B sequences, T tokens, C channels, H heads, M = B·T, N documents."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from tost_lm.mixers.state import SharedState, mapped
 from tost_lm.ops.positions import SequenceInfo
+from tost_lm.torch_internals import call
 
 ROOM_TOKENS = 256
 """Tokens between two copies of a state that grows in decoding. It is also the most memory that is never used."""
@@ -49,6 +50,9 @@ class TokenMixer(nn.Module):
     """Whether a step of one token a row works in place: its new state has the shapes and dtypes of the one before, and
     it reads no values of tensors and only `position` and `local` of `info`. Decoding is one CUDA graph if all mixers
     of a model have it."""
+    eager: Callable[..., Any] = staticmethod(call)
+    """Calls a function with arguments, under torch.compile outside of graphs: for loops, documents and messages between
+    ranks, of which it would make many graphs."""
     heads: int
     groups: tuple[int, ...] = (1,)
     """Relative sizes of the tensors that `in_proj` computes one after the other, each with channels of all heads."""

@@ -19,7 +19,7 @@ from tost_lm.model.config import ModelConfig
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.norms import ZeroCenteredRmsNorm
 from tost_lm.ops.positions import SequenceInfo
-from tost_lm.torch_internals import compiled
+from tost_lm.torch_internals import call_outside_of_graphs, compiled
 
 MixerState = Any
 """The state of a mixer's layer, a tuple of tensors."""
@@ -113,6 +113,7 @@ class Block(nn.Module):
         """Compile `compute`, but of a tile whose mixer shares its state with other tiles only what follows the mixer: a
         graph holds no list of tensors that grows."""
         self._compiled, self._compiled_add = compiled(self.compute), compiled(self._add)
+        self.mixer.eager = call_outside_of_graphs()
 
     def forward(self, x_BTC: Tensor, state: MixerState | None, info: SequenceInfo) -> tuple[Tensor, MixerState | None]:
         if self.mixer.is_tile(state, info):

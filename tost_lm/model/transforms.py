@@ -2,9 +2,9 @@
 
 With activation checkpointing, the backward computes blocks or tiles of their MLPs again instead of storing them.
 
-Compilation makes a few fused kernels of what surrounds the token mixer. The mixer is one operator of the graph
-(`tost_lm.ops.registered`), so a block is one graph, and blocks of a kind share it. Graphs differ by layer kind, shapes,
-whether gradients are computed, and whether there are states.
+Compilation makes a few fused kernels of what surrounds the operator of the token mixer, which is called between graphs
+(`TokenMixer.eager`). Blocks of a kind share graphs. These differ by layer kind, shapes, whether gradients are computed,
+and whether there are states, but not by the documents of a batch.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def _in_tiles(tile_tokens: int, compute: Callable[[Tensor], Tensor], x_BTC: Tens
 
 GRAPHS = 64
 """Graphs of a process, at most: of a few kinds of layers, with and without gradients and states, in rows and tiles of a
-few sizes. Beyond torch's limit of 8, a whole graph would be an error."""
+few sizes. Beyond torch's limit of 8, others would not be compiled."""
 
 
 def compile_blocks(model: TostLM) -> TostLM:

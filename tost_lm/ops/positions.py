@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tost_lm.ops.layout import LocalDocuments, SequenceShard, to_device
-from tost_lm.ops.registered import handle_for
 from tost_lm.ops.rotary import Rotary
 
 SLOW_TURNS, FAST_TURNS = 1, 4
@@ -41,8 +40,6 @@ class SequenceInfo:
     """Cosine and sine of the rotary embedding at each position, each [T, D/2] or [B, 1, T, D/2]; None: not used."""
     recurrent: bool = False
     """One token of each document, none of them on another rank: layers with a state use their recurrent form."""
-    handle: Tensor | None = None
-    """Stands for this information in a compiled graph: `tost_lm.ops.registered`."""
     reported: dict[str, Tensor] = field(default_factory=dict)
     """What layers have reported in this call."""
 
@@ -92,30 +89,18 @@ class SequenceInfo:
         else:
             position = to_device(torch.tensor(first_n)[:, None] + torch.arange(T), device)
         recurrent = max(local.lengths) == 1 and shard is None
-        info = cls(starts, local, cu_seqlens, position, shard, output_state, recurrent=recurrent)
-        return replace(info, handle=handle_for(info))
+        return cls(starts, local, cu_seqlens, position, shard, output_state, recurrent=recurrent)
 
     @classmethod
     def of_step(cls, position_B: Tensor) -> "SequenceInfo":
         """SequenceInfo of one token of each row, at positions that are on the device only: no number of the host
         changes between steps."""
         local = LocalDocuments.of(None, len(position_B), 1, None)
-        info = cls((), local, None, position_B[:, None], recurrent=True)
-        return replace(info, handle=handle_for(info))
+        return cls((), local, None, position_B[:, None], recurrent=True)
 
     def with_rotary(self, rotary: Rotary | None, dtype: torch.dtype) -> "SequenceInfo":
         """With the angles that `rotary_cos_sin` computes; None: without any."""
         return self if rotary is None else replace(self, rotary=rotary_cos_sin(self.position, rotary, dtype))
-
-    @property
-    def wanted_state(self) -> str:
-        """`output_state` as an option of an operator; empty: none."""
-        return str(self.output_state or "")
-
-    @property
-    def state_offsets(self) -> Tensor | None:
-        """`cu_seqlens` if its length decides how many rows the returned state has."""
-        return self.cu_seqlens if self.output_state is True else None
 
     @property
     def end_positions(self) -> tuple[int, ...]:
@@ -133,11 +118,6 @@ class SequenceInfo:
     def select_rows(self, state_N: Tensor) -> Tensor:
         """The rows that `output_state` requests, of a tensor of the state after this call."""
         return state_N[-1:] if self.output_state == "last" and self.cu_seqlens is not None else state_N
-
-
-def state_rows(rows: int, state_offsets: Tensor | None) -> int:
-    """Rows of the state that a call on this many `rows` returns, from what a compiled graph knows."""
-    return rows if state_offsets is None else len(state_offsets) - 1
 
 
 def position_ends(tokens: int) -> list[int]:

@@ -19,9 +19,8 @@ from torch.nn.functional import pad
 from tost_lm.ops.affine import affine_scan
 from tost_lm.ops.backends import LOW_PRECISION, Backend, choose, obstacle_to_kernels
 from tost_lm.ops.layout import LocalDocuments, SequenceShard, fla_documents
-from tost_lm.ops.positions import SequenceInfo, state_rows
+from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.precision import statistics_dtype
-from tost_lm.ops.registered import Registered
 
 CPU_ELEMENTS = 1 << 18
 """Channels of tokens that a CPU convolves at once: they stay in its cache."""
@@ -161,20 +160,12 @@ def _last(x_MC: Tensor, rows: int) -> Tensor:
     return x_MC[len(x_MC) - rows :]
 
 
-def _apply(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Tensor]:
-    x_BTC, weight_CK, taps_NPC, _ = tensors
+def conv_of(
+    info: SequenceInfo, x_BTC: Tensor, weight_CK: Tensor, taps_NPC: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`short_conv` of the documents of a call, and the rows of the final state that it requests."""
     y_BTC, final_NPC = short_conv(
         x_BTC, weight_CK, local=info.local, initial_NPC=info.pad_rows(taps_NPC),
         output_final_state=bool(info.output_state), shard=info.shard,
     )  # fmt: skip
-    return [y_BTC] if final_NPC is None else [y_BTC, info.select_rows(final_NPC)]
-
-
-def _fake_apply(tensors: Sequence[Any], wanted_state: str) -> list[Tensor]:
-    x_BTC, weight_CK, _, offsets = tensors
-    y_BTC, (B, _, C) = x_BTC.new_empty(x_BTC.shape), x_BTC.shape
-    shape = state_rows(B, offsets), weight_CK.shape[1] - 1, C
-    return [y_BTC, x_BTC.new_empty(shape)] if wanted_state else [y_BTC]
-
-
-CONVOLUTION = Registered("short_conv", _apply, _fake_apply)
+    return y_BTC, None if final_NPC is None else info.select_rows(final_NPC)

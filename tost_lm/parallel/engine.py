@@ -15,8 +15,6 @@ from tost_lm.parallel.mesh import Mesh
 from tost_lm.parallel.rank_weights import draw_on_rank, slice_of
 from tost_lm.sizes import CAST_ELEMENTS, buckets
 
-Moments = Iterator[tuple[str, str, Tensor]]
-
 
 class StepSettings(NamedTuple):
     """How an engine computes a step."""
@@ -89,28 +87,19 @@ class Engine(ABC):
         """The float32 weight of a parameter, or what the optimizer keeps of it, gathered over all ranks; None: the
         optimizer keeps nothing before its first update. It may alias the memory that is trained on."""
 
-    def full_weights(self, into: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole float32 tensor on the CPU) of every parameter, one at a time. All ranks must exhaust it.
-
-        With `into`, host tensors by name, it copies into these and yields only them on this rank.
-        """
-        for name in self.parameters:
-            whole = self.whole(name)
-            if whole is not None and (into is None or name in into):
-                yield name, _on_host(whole, into[name] if into else None)
-
     def statistics(self) -> dict[str, tuple[str, ...]]:
         """Names of what the optimizer keeps of each parameter."""
         return {name: statistics_of(self.optimizer, parameter) for name, parameter in self.parameters.items()}
 
-    def full_moments(self, into: dict[str, Tensor] | None = None) -> Moments:
-        """(parameter, statistic, whole tensor on the CPU) of the optimizer state, one at a time; none before the first
-        update. All ranks must exhaust it; `into` as in `full_weights`, named statistic/parameter."""
-        for name, keys in self.statistics().items():
-            for key in keys:
-                whole = self.whole(name, key)
-                if whole is not None and (into is None or f"{key}/{name}" in into):
-                    yield name, key, _on_host(whole, into[f"{key}/{name}"] if into else None)
+    def copy_state(self, into: Mapping[str, Tensor]) -> None:
+        """Copy weights and optimizer state to the tensors of this rank, by label as in `set_state`: one at a time, so
+        that no rank ever holds all of them. Before the first update, statistics are left as they are."""
+        for name, statistics in self.statistics().items():
+            for statistic in ("", *statistics):
+                whole = self.whole(name, statistic)
+                label = f"{statistic}/{name}" if statistic else name
+                if whole is not None and label in into:
+                    into[label].copy_(whole)
 
     @abstractmethod
     def updated(self) -> Sequence[tuple[str, Tensor]]:
@@ -155,11 +144,6 @@ class _Module(nn.Module):
 
     def forward(self, *arguments: Any, **options: Any) -> LMOutput:
         return self._engine(*arguments, **options)
-
-
-def _on_host(whole: Tensor, target: Tensor | None) -> Tensor:
-    """A copy on the CPU, in `target` if given."""
-    return whole.to("cpu", copy=True) if target is None else target.copy_(whole)
 
 
 def counted_once(pairs: Iterable[tuple[nn.Parameter, Tensor]], mesh: Mesh) -> list[Tensor]:

@@ -3,7 +3,7 @@
 Source of all refusals: a record in a checkpoint, which has the settings that identified what was trained.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,11 @@ def record_of(stage: Stage, corpora: Corpora, given: Stage) -> StageRecord:
     )
 
 
-def require_same_kind(
-    stages: Sequence[Stage],
-    model: ModelConfig,
-    tokenizer_sha256: str,
-    open_corpora: Callable[[Mapping[Path, float]], Corpora],
-) -> None:
+def require_same_kind(stages: Sequence[Stage], model: ModelConfig, tokenizer_sha256: str) -> None:
     """Raises ConfigError unless all stages have the shape of the model, DataError unless they have its tokenizer."""
     for stage in stages:
         require_same_shape(model, stage.config.model, f"stage {stage.name}")
-        if open_corpora(stage.config.data.folders).tokenizer().sha256 != tokenizer_sha256:
+        if Corpora.open(stage.config.data.folders).tokenizer().sha256 != tokenizer_sha256:
             raise other_tokenizer(f"stage {stage.name}", stage.config)
 
 

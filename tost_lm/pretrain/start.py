@@ -55,7 +55,6 @@ def find_start(
     *,
     damaged: Mapping[Path, str] | None = None,
     hash_shards: bool = False,
-    open_corpora: Callable[[Mapping[Path, float]], Corpora] = Corpora.open,
 ) -> StageRun:
     """Determine what a launch starts from; nothing is changed.
 
@@ -77,8 +76,8 @@ def find_start(
 
     def from_step_0() -> StageRun:
         stage, *later = config.in_stages()
-        corpora = open_corpora(stage.config.data.folders)
-        require_same_kind(later, stage.config.model, corpora.tokenizer().sha256, open_corpora)
+        corpora = Corpora.open(stage.config.data.folders)
+        require_same_kind(later, stage.config.model, corpora.tokenizer().sha256)
         start = StageRun(config, stage, corpora, (record_of(stage, corpora, stage),))
         return _with_initial_weights(start, warn, verify)
 
@@ -94,12 +93,10 @@ def find_start(
             raise other_settings(folder, changed, "remove the folder, which has no checkpoint")
         return from_step_0()
     newest = find_checkpoint(folder, warn, verify)
-    return _resumed(config, newest, open_corpora)._replace(resume_from=newest, checkpoints=checkpoints)
+    return _resumed(config, newest)._replace(resume_from=newest, checkpoints=checkpoints)
 
 
-def _resumed(
-    config: PretrainConfig, checkpoint: Path, open_corpora: Callable[[Mapping[Path, float]], Corpora]
-) -> StageRun:
+def _resumed(config: PretrainConfig, checkpoint: Path) -> StageRun:
     """The start at a checkpoint of the run, in the stage that its next step is in."""
     progress, stages, run_folder = Progress.read(checkpoint), config.in_stages(), config.run_folder
     step, records = progress.step, progress.stages
@@ -111,8 +108,8 @@ def _resumed(
     if not begins:
         stage = as_recorded(stage, records, step, run_folder, is_first=current == 0)
     todo = [stage, *stages[current + 1 :]]
-    require_same_kind(todo, read_model_config(checkpoint), progress.tokenizer_sha256, open_corpora)
-    corpora = open_corpora(stage.config.data.folders)
+    require_same_kind(todo, read_model_config(checkpoint), progress.tokenizer_sha256)
+    corpora = Corpora.open(stage.config.data.folders)
     if not begins:
         if _identities(records[-1].sources) != _identities(corpora.sources):
             raise CheckpointError(

@@ -48,7 +48,7 @@ def test_a_compiled_block_has_few_kernels():
     """Forward and backward; norms, residuals, LayerScale and casts are in few generated kernels."""
     block = count_compiled("T")
     passes = [block[one] for one in PASSES]
-    assert [(one["operators"], one["products"]) for one in passes] == [(1, 4), (1, 8)]
+    assert [one["products"] for one in passes] == [4, 8]
     assert sum(one["generated"] for one in passes) + PRODUCTS == COMPILED_BLOCK_LAUNCHES
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toy_mixer import rank_shard
 
 from experiments.comparison import __main__ as program
 from experiments.comparison import recall, tables, text
@@ -29,7 +28,7 @@ PIECES = ["a", "bc", " ", "d", "e.", "fgh", "\n", "ijkl"]
 def test_the_plugins_conform(letter: str, own: dict[str, Any]):
     settings = {"plugin_settings": {letter: own}} if own else {}
     config = validate(ModelConfig, {**SHAPE, "pattern": letter, **settings}, "")
-    report = check(letter, config, rank_shard, tokens=24)
+    report = check(letter, config, ranks=True, tokens=24)
     assert report.with_result("fails") == ([] if letter == "G" else [EQUALITIES[-1]])  # products carry a NaN
     assert report.with_result("not offered") == [EQUALITIES[7]]
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ def corpora(tmp_path: Path) -> Corpora:
 
 
 def weights(config: PretrainConfig, corpora: Corpora) -> InitialWeights | None:
-    return find_start(config, open_corpora=lambda folders: corpora).initial_weights
+    with patch.object(Corpora, "open", lambda folders: corpora):
+        return find_start(config).initial_weights
 
 
 def test_weights_of_this_model_and_tokenizer_are_found_in_a_run(tmp_path: Path, corpora: Corpora):

@@ -19,7 +19,6 @@ from tost_lm.model import TostLM
 from tost_lm.pretrain.changes import changes, record_of, settings_of
 from tost_lm.pretrain.metrics import write_run_folder
 from tost_lm.pretrain.settings import PretrainConfig, Stage
-from tost_lm.pretrain.stage_run import StageRun
 from tost_lm.pretrain.start import find_start, require_same_checkpoints
 
 TOKENIZER = made(byte_level())
@@ -40,6 +39,7 @@ def config(**sections: dict[str, Any]) -> PretrainConfig:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder with checkpoints after 3 and 6 steps on the shards in `shards`; `other` has others."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Corpora, "open", shards)
     write_run(config())
     return Path("runs/r")
 
@@ -50,10 +50,6 @@ def shards(folders: Mapping[Path, float]) -> Corpora:
     written = hand_made(Path(tempfile.mkdtemp(dir=".")), [30, 40 + len(folder.name)], tokenizer="abc")
     (written.folder / TOKENIZER.file_name).write_bytes(TOKENIZER.model_bytes)
     return Corpora([written], [1.0])
-
-
-def start_of(config: PretrainConfig) -> StageRun:
-    return find_start(config, open_corpora=shards)
 
 
 def first_stage(**changes: Any) -> Stage:
@@ -73,13 +69,13 @@ def write_run(config: PretrainConfig, name: str = "r") -> None:
 
 
 def test_the_same_run_goes_on_from_its_newest_checkpoint(run: Path):
-    start = start_of(config(run={"log_interval": 3, "stop_at_step": 7}))
+    start = find_start(config(run={"log_interval": 3, "stop_at_step": 7}))
     assert start.resume_from == step_folder(run, 6)
     assert start.checkpoints == (step_folder(run, 3), step_folder(run, 6))
 
 
 def test_what_another_launch_saved_meanwhile_ends_this_one(run: Path):
-    start = start_of(config())
+    start = find_start(config())
     require_same_checkpoints(start)
     step_folder(run, 6).rename(step_folder(run, 8))
     with pytest.raises(ConfigError, match="another launch has changed its checkpoints; run the command again"):
@@ -88,32 +84,33 @@ def test_what_another_launch_saved_meanwhile_ends_this_one(run: Path):
 
 def test_a_renamed_folder_is_still_the_same_run(run: Path):
     run.rename("runs/s")
-    assert start_of(config(run={"name": "s"})).resume_from == step_folder(Path("runs/s"), 6)
+    assert find_start(config(run={"name": "s"})).resume_from == step_folder(Path("runs/s"), 6)
 
 
 def test_a_first_launch_that_ended_early_may_leave_a_lock_and_flight_records():
     (Path("runs/early") / FLIGHT_RECORDER).mkdir(parents=True)
     Path("runs/early/.lock").touch()
     early = config(run={"name": "early"})
-    assert start_of(early).weights_from is None
+    assert find_start(early).weights_from is None
     Path("runs/early/thesis.txt").touch()
     with pytest.raises(ConfigError, match="is not a run folder"):
-        start_of(early)
+        find_start(early)
 
 
 def test_the_work_may_be_shared_out_in_another_way(run: Path):
     other = config(parallel={"zero_stage": 2}, train={"micro_batch_size": 3})
-    assert start_of(other).resume_from == step_folder(run, 6)
+    assert find_start(other).resume_from == step_folder(run, 6)
 
 
-def test_other_settings_and_other_shards_are_refused():
+def test_other_settings_and_other_shards_are_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(
         ConfigError,
         match=r"(?s)other settings.*\nmodel\.bias: false → true\noptim\.warmup_steps: 0 → 1\ntrain\.steps: 9 → 10",
     ):
-        start_of(config(train={"steps": 10}, model={"bias": True}))
+        find_start(config(train={"steps": 10}, model={"bias": True}))
+    monkeypatch.setattr(Corpora, "open", lambda folders: shards({Path("of other documents"): 1.0}))
     with pytest.raises(CheckpointError, match="was trained on other shards"):
-        find_start(config(), open_corpora=lambda folders: shards({Path("of other documents"): 1.0}))
+        find_start(config())
 
 
 def test_a_setting_that_an_earlier_version_lacked_had_its_default():
@@ -137,7 +134,7 @@ def test_a_checkpoint_of_another_run_is_refused(run: Path):
     rmtree(step_folder(run, 6))
     step_folder(Path("runs/s"), 6).rename(step_folder(run, 6))
     with pytest.raises(ConfigError) as caught:
-        start_of(config())
+        find_start(config())
     assert str(caught.value).splitlines()[1:] == ["optim.lr: 0.5 → 0.0006", "train.seed: 5 → 0"]
 
 
@@ -172,9 +169,9 @@ def test_a_run_may_have_other_steps_if_its_learning_rates_so_far_stay(
     other = config(optim=optim, train={"steps": steps})
     if problem:
         with pytest.raises(ConfigError, match=rf"^runs/r: train.steps: 9 → {steps}: .*{problem}"):
-            start_of(other)
+            find_start(other)
     else:
-        assert start_of(other).resume_from == step_folder(run, 6)
+        assert find_start(other).resume_from == step_folder(run, 6)
 
 
 def test_a_longer_run_keeps_its_warm_up(run: Path):
@@ -182,19 +179,19 @@ def test_a_longer_run_keeps_its_warm_up(run: Path):
     rmtree(run)
     write_run(config(optim=constant))
     with pytest.raises(ConfigError, match=r"the warm-up would have 2 steps in place of 0; set optim\.warmup_steps=0"):
-        start_of(config(optim=constant, train={"steps": 20}))
+        find_start(config(optim=constant, train={"steps": 20}))
     constant["warmup_steps"] = 0
     longer = config(optim=constant, train={"steps": 20})
-    assert start_of(longer).resume_from == step_folder(run, 6)
+    assert find_start(longer).resume_from == step_folder(run, 6)
 
 
 def test_what_is_no_run_is_refused(run: Path):
     (run / "config.toml").unlink()
     with pytest.raises(ConfigError, match="not a run folder"):
-        start_of(config())
+        find_start(config())
     Path("runs/file").touch()
     with pytest.raises(ConfigError, match="not a run folder"):
-        start_of(config(run={"name": "file"}))
+        find_start(config(run={"name": "file"}))
 
 
 def test_the_batch_must_be_shared_out_evenly():

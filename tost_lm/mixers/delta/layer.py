@@ -5,8 +5,7 @@ head, E = h·(2K + G·V) channels that are convolved.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,9 @@ from tost_lm.mixers.delta.operator import delta_rule, delta_rule_step
 from tost_lm.mixers.delta.settings import CONV_TAPS, DeltaShape, DeltaSizes
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.ops.initialization import InitialValue, Normal, set_own_constants
-from tost_lm.ops.positions import SequenceInfo, state_rows
-from tost_lm.ops.precision import running_dtype, statistics_dtype
-from tost_lm.ops.registered import Registered
-from tost_lm.ops.short_conv import CONVOLUTION
+from tost_lm.ops.positions import SequenceInfo
+from tost_lm.ops.precision import statistics_dtype
+from tost_lm.ops.short_conv import conv_of
 
 LARGEST_RATE = 16.0
 SHORTEST_STEP, LONGEST_STEP = 1e-3, 1e-1
@@ -73,21 +71,18 @@ class DeltaMixer(TokenMixer):
         """Mix the tokens, given the state after earlier tokens. One token per document uses the recurrent form."""
         projected = self.in_proj(x_BTC).unflatten(-1, (self.key_heads, -1))
         tokens, gate, beta, step = projected.split(self.sizes, -1)
-        tensors = [tokens.flatten(-2), self.conv, state.taps if state else None, info.state_offsets]
-        tokens_BTE, *taps = CONVOLUTION(info, info.handle, tensors, info.wanted_state)
+        tokens_BTE, taps = self.eager(conv_of, info, tokens.flatten(-2), self.conv, state.taps if state else None)
         K, heads = self.key_size, (self.heads, self.value_size)
         parts = tokens_BTE.unflatten(-1, (self.key_heads, -1)).split([K, K, self.sizes[1]], -1)
         query, key, value = (silu(part) for part in parts)  # a compiled block would store that of the whole
         log_decay, beta_BTH = self.rates(step.flatten(-2), beta.flatten(-2))
-        tensors = [
-            unit_length(query, scale=K**-0.5), unit_length(key), value.flatten(-2).unflatten(-1, heads),
-            log_decay, beta_BTH, state.memory if state else None, info.state_offsets,
-        ]  # fmt: skip
-        y_BTHV, *memory = DELTA_RULE(info, info.handle, tensors, info.wanted_state)
+        query, key, value = unit_length(query, scale=K**-0.5), unit_length(key), value.flatten(-2).unflatten(-1, heads)
+        memory = state.memory if state else None
+        y_BTHV, memory = self.eager(_delta_rule, info, query, key, value, log_decay, beta_BTH, memory)
         y_BTHV = rms_norm(y_BTHV, heads[1:], eps=self.norm_epsilon) * self.norm
         gate_BTHV = gate.flatten(-2).unflatten(-1, heads)
         y_BTHV = y_BTHV * (gate_BTHV.sigmoid() if self.of_channels else silu(gate_BTHV))
-        return self.out_proj(y_BTHV.flatten(-2)), DeltaState(*memory, *taps) if taps else None
+        return self.out_proj(y_BTHV.flatten(-2)), DeltaState(memory, taps) if taps is not None else None
 
     def rates(self, step: Tensor, beta_BTH: Tensor) -> tuple[Tensor, Tensor]:
         """log α, [B, T, H] or [B, T, H, K], and β of the tokens, in the statistics dtype, from as many steps."""
@@ -137,29 +132,23 @@ def initial_decays(heads: int, channels: int = 1) -> tuple[Tensor, Tensor]:
     return rate_H.log(), step.expm1().log()
 
 
-def _apply(info: SequenceInfo, tensors: Sequence[Any], _wanted: str) -> list[Tensor]:
-    *inputs, memory, _ = tensors
+def _delta_rule(
+    info: SequenceInfo,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    memory: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
     memory = info.pad_rows(memory)
     if memory is not None and info.recurrent:
-        query, key, value, log_decay, beta = (x.flatten(0, 1) for x in inputs)
-        y_NHV, memory = delta_rule_step(query, key, value, log_decay, beta, memory)
-        y_BTHV = y_NHV.view_as(inputs[2])
+        of_tokens = (x.flatten(0, 1) for x in (query, key, value, log_decay, beta))
+        y_NHV, memory = delta_rule_step(*of_tokens, memory)
+        y_BTHV = y_NHV.view_as(value)
     else:
         y_BTHV, memory = delta_rule(
-            *inputs,
-            local=info.local,
-            initial_state=memory,
-            output_final_state=bool(info.output_state),
-            shard=info.shard,
-        )
-    return [y_BTHV, info.select_rows(memory)] if memory is not None and info.output_state else [y_BTHV]
-
-
-def _fake_apply(tensors: Sequence[Any], wanted_state: str) -> list[Tensor]:
-    _, key_BThK, value_BTHV, *_, offsets = tensors
-    y_BTHV, (B, _, H, V) = value_BTHV.new_empty(value_BTHV.shape), value_BTHV.shape
-    shape = state_rows(B, offsets), H, key_BThK.shape[-1], V
-    return [y_BTHV, value_BTHV.new_empty(shape, dtype=running_dtype(value_BTHV.device))] if wanted_state else [y_BTHV]
-
-
-DELTA_RULE = Registered("delta_rule", _apply, _fake_apply)
+            query, key, value, log_decay, beta, local=info.local, initial_state=memory,
+            output_final_state=bool(info.output_state), shard=info.shard,
+        )  # fmt: skip
+    return y_BTHV, info.select_rows(memory) if memory is not None and info.output_state else None

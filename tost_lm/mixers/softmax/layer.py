@@ -28,9 +28,8 @@ from tost_lm.mixers.softmax.settings import CONV_TAPS, SoftmaxShape, SoftmaxSize
 from tost_lm.mixers.state import SharedState
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.norms import ZeroCenteredRmsNorm
-from tost_lm.ops.positions import SequenceInfo, apply_rotary, state_rows
-from tost_lm.ops.registered import Registered
-from tost_lm.ops.short_conv import CONVOLUTION
+from tost_lm.ops.positions import SequenceInfo, apply_rotary
+from tost_lm.ops.short_conv import conv_of
 
 AttentionState = KeyValueState | SharedState | KeyValueSlots
 
@@ -104,8 +103,8 @@ class SoftmaxMixer(TokenMixer):
             return projected_BTE, None
         queries, keys = self.head_size * self.heads, len(self.conv)
         q, k, v = projected_BTE.split([queries, keys, projected_BTE.shape[-1] - queries - keys], -1)
-        k, *taps = CONVOLUTION(info, info.handle, [k, self.conv, taps_NPE, info.state_offsets], info.wanted_state)
-        return torch.cat([q, k, v], -1), taps[0] if taps else None
+        k, taps_NPE = self.eager(conv_of, info, k, self.conv, taps_NPE)
+        return torch.cat([q, k, v], -1), taps_NPE
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState | None, info: SequenceInfo
@@ -118,14 +117,8 @@ class SoftmaxMixer(TokenMixer):
         if isinstance(state, KeyValueSlots):
             y_BH1D = attend_one(q, *state, state.add(info.position, (k, v)))
             return y_BH1D.transpose(1, 2).flatten(-2), state
-        y_BTC, *new_state = ATTENTION(
-            info,
-            info.handle,
-            [q, k, v, *(state or (None, None)), info.state_offsets],
-            str(self.window),
-            info.wanted_state,
-        )
-        return y_BTC, KeyValueState(*new_state) if new_state else None
+        y_BHTD, new_state = self.eager(_Attention(self.window, info), q, k, v, state)
+        return y_BHTD.transpose(1, 2).flatten(-2), new_state
 
     def heads_of(self, projected_BTE: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [B, H, T, D]; H may be fewer heads for keys and values."""
@@ -251,25 +244,6 @@ class _Attention:
 
 def _attend_block(q: Tensor, kv: Tensor, info: SequenceInfo) -> Tensor:
     return _Attention(0, info)(q, *halves(kv), None)[0]
-
-
-def _attention(info: SequenceInfo, tensors: Sequence[Any], window: str, _wanted: str) -> list[Tensor]:
-    q, k, v, *state, _ = tensors
-    y_BHTD, new_state = _Attention(int(window), info)(q, k, v, None if state[0] is None else KeyValueState(*state))
-    return [y_BHTD.transpose(1, 2).flatten(-2), *(new_state or ())]
-
-
-def _fake(tensors: Sequence[Any], _window: str, wanted_state: str) -> list[Tensor]:
-    q, k, *_, offsets = tensors
-    B, H, T, D = q.shape
-    y_BTC = q.new_empty(B, T, H * D)
-    if not wanted_state:
-        return [y_BTC]
-    shape = state_rows(B, offsets), k.shape[1], torch.library.get_ctx().new_dynamic_size(), D
-    return [y_BTC, q.new_empty(shape), q.new_empty(shape)]
-
-
-ATTENTION = Registered("softmax_attention", _attention, _fake)
 
 
 def _right_aligned(rows: list[Tensor]) -> Tensor:

@@ -1,8 +1,5 @@
 """The TSSA mixer: one projection in, token statistics, one projection out (arXiv 2412.17810, released form)."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -11,9 +8,7 @@ from tost_lm.mixers.tssa.causal import causal_tssa, tssa_step
 from tost_lm.mixers.tssa.settings import TssaShape
 from tost_lm.mixers.tssa.statistics import TssaState
 from tost_lm.ops.initialization import InitialValue, set_own_constants
-from tost_lm.ops.positions import SequenceInfo, state_rows
-from tost_lm.ops.precision import running_dtype, statistics_dtype
-from tost_lm.ops.registered import Registered
+from tost_lm.ops.positions import SequenceInfo
 
 
 class TssaMixer(TokenMixer):
@@ -44,10 +39,8 @@ class TssaMixer(TokenMixer):
     def forward(self, x_BTC: Tensor, state: TssaState | None, info: SequenceInfo) -> tuple[Tensor, TssaState | None]:
         """Mix the tokens, given the statistics of earlier tokens. One token per document uses the recurrent form."""
         w_BTHD = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1))
-        tensors = [w_BTHD, self.temp, self.denom_bias, *(state or [None] * 3), info.state_offsets]
-        recurrent = "recurrent" if info.recurrent and state is not None else ""
-        y_BTHD, *new_state = TSSA(info, info.handle, tensors, info.wanted_state, recurrent, softmax=self.softmax)
-        return self.out_proj(y_BTHD.flatten(-2)), TssaState(*new_state) if new_state else None
+        y_BTHD, state = self.eager(_mix, info, w_BTHD, self.temp, self.denom_bias, state, self.softmax)
+        return self.out_proj(y_BTHD.flatten(-2)), state
 
 
 MIXER = TssaMixer
@@ -67,12 +60,16 @@ def bias_of(denom_bias: Tensor | None, info: SequenceInfo) -> Tensor | None:
 
 
 def _mix(
-    info: SequenceInfo, tensors: Sequence[Any], _wanted: str, recurrent: str, softmax: HeadSoftmax | None = None
-) -> list[Tensor]:
-    w_BTHD, temp_H, denom_bias, *sums, _ = tensors
+    info: SequenceInfo,
+    w_BTHD: Tensor,
+    temp_H: Tensor,
+    denom_bias: Tensor | None,
+    state: TssaState | None,
+    softmax: HeadSoftmax | None,
+) -> tuple[Tensor, TssaState | None]:
     bias = bias_of(denom_bias, info)
-    state = None if sums[0] is None else TssaState(*map(info.pad_rows, sums))  # pyright: ignore[reportArgumentType]
-    if state is not None and recurrent:
+    state = state and TssaState(*map(info.pad_rows, state))  # pyright: ignore[reportArgumentType]
+    if state is not None and info.recurrent:
         if bias is not None:
             bias = bias[..., 0] if info.cu_seqlens is None else bias.T
         y_NHD, state = tssa_step(w_BTHD.flatten(0, 1), temp_H, bias, state, heads=softmax)
@@ -82,20 +79,4 @@ def _mix(
             w_BTHD, temp_H, bias, initial_state=state,
             output_final_state=bool(info.output_state), cu_seqlens=info.cu_seqlens, shard=info.shard, heads=softmax,
         )  # fmt: skip
-    return [y_BTHD, *(map(info.select_rows, state) if state and info.output_state else ())]
-
-
-def _fake(tensors: Sequence[Any], wanted_state: str, recurrent: str) -> list[Tensor]:
-    w_BTHD, *_, energy, _, _, offsets = tensors
-    B, _, H, D = w_BTHD.shape
-    y_BTHD = w_BTHD.new_empty(w_BTHD.shape)
-    if not wanted_state:
-        return [y_BTHD]
-    N = state_rows(B, offsets)
-    dtype = torch.promote_types(statistics_dtype(w_BTHD), w_BTHD.dtype if energy is None else energy.dtype)
-    if recurrent:
-        dtype = running_dtype(w_BTHD.device)
-    return [y_BTHD, *(w_BTHD.new_empty(shape, dtype=dtype) for shape in ((N, H, D), (N, H, D), (N, H)))]
-
-
-TSSA = Registered("causal_tssa", _mix, _fake)
+    return y_BTHD, TssaState(*map(info.select_rows, state)) if state and info.output_state else None

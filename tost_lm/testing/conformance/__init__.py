@@ -23,8 +23,10 @@ from torch import Tensor
 from tost_lm.mixers.registry import SPECS
 from tost_lm.model.config import ModelConfig
 from tost_lm.ops.layout import SequenceSplit
+from tost_lm.parallel.mesh import Axis
+from tost_lm.parallel.sequence import RankShard
 from tost_lm.testing.conformance import equalities
-from tost_lm.testing.conformance.subject import BOUND, TOKENS, MakeShard, State, Subject, cotangent, leaf, named
+from tost_lm.testing.conformance.subject import BOUND, TOKENS, State, Subject, cotangent, leaf, named
 from tost_lm.testing.ranks import run_on_ranks
 
 __all__ = ["EQUALITIES", "Equality", "Report", "check"]
@@ -49,7 +51,7 @@ class _Case(NamedTuple):
 def rank_differences(subject: Subject, T: int) -> equalities.Differences:
     """Rows and packed documents on 3 ranks against one process."""
     cases = list(_cases(subject, T))
-    expected = [_results(subject, case, None) for case in cases]
+    expected = [_results(subject, case) for case in cases]
     for found in run_on_ranks(_on_rank, RANKS, subject.arguments, cases):
         for case, ours, theirs in zip(cases, found, expected, strict=True):
             yield from subject.differences(ours, theirs, case.what)
@@ -57,7 +59,7 @@ def rank_differences(subject: Subject, T: int) -> equalities.Differences:
 
 def _on_rank(arguments: tuple[Any, ...], cases: list[_Case]) -> list[dict[str, Tensor]]:
     subject = Subject(*arguments)
-    return [_results(subject, case, subject.shard) for case in cases]
+    return [_results(subject, case, Axis(dist.get_rank(), RANKS, dist.group.WORLD)) for case in cases]
 
 
 def _cases(subject: Subject, T: int) -> Iterator[_Case]:
@@ -77,7 +79,7 @@ def _cases(subject: Subject, T: int) -> Iterator[_Case]:
     yield _Case(f"documents that continue, on {short}", packed, (short,), (documents,), states, True)
 
 
-def _results(subject: Subject, case: _Case, make_shard: MakeShard | None) -> dict[str, Tensor]:
+def _results(subject: Subject, case: _Case, ranks: Axis | None = None) -> dict[str, Tensor]:
     """Outputs, final states, and gradients of a loss on the outputs; summed over ranks, except for the states.
 
     Gradients of states only pass from tile to tile: a mixer may keep the whole gradient on each rank, or a part.
@@ -85,8 +87,8 @@ def _results(subject: Subject, case: _Case, make_shard: MakeShard | None) -> dic
     x_BTC, state, outputs = leaf(case.x_BTC), case.initial, None
     starts = [0, *accumulate(map(sum, case.splits[:-1]))]  # of each tile
     for start, lengths, offsets in zip(starts, case.splits, case.offsets, strict=True):
-        split = SequenceSplit(lengths, dist.get_rank()) if make_shard else SequenceSplit((sum(lengths),), 0)
-        shard = make_shard and make_shard(split)
+        split = SequenceSplit(lengths, ranks.rank) if ranks else SequenceSplit((sum(lengths),), 0)
+        shard = RankShard(ranks, split) if ranks else None
         columns = slice(start + split.start, start + split.end)
         y, state = subject(x_BTC[:, columns], state, offsets, shard, case.output_state)
         if outputs is None:
@@ -98,7 +100,7 @@ def _results(subject: Subject, case: _Case, make_shard: MakeShard | None) -> dic
     for name, x in ({TOKENS: x_BTC} | subject.parameters).items():
         found[f"gradient of {name}"] = torch.zeros_like(x) if x.grad is None else x.grad
     subject.mixer.zero_grad()
-    if make_shard is not None:
+    if ranks:
         for x in found.values():
             dist.all_reduce(x)
     return found | {name: x.detach() for name, x in named("final state", state).items()}
@@ -152,9 +154,7 @@ def _number(x: float | None) -> str:
 MIN_TOKENS = 16
 
 
-def check(
-    letter: str, config: ModelConfig, shard: MakeShard | None = None, *, tokens: int = 24, seed: int = 0
-) -> Report:
+def check(letter: str, config: ModelConfig, *, ranks: bool = False, tokens: int = 24) -> Report:
     """Compare a mixer with itself in every way that the same tokens can be processed.
 
     Each equality compares outputs, final states, and the gradients of tokens, parameters and initial states, in
@@ -164,10 +164,9 @@ def check(
     Args:
         letter: of a mixer in `tost_lm.mixers.registry.SPECS`.
         config: the shape of the layer, whose pattern is this letter.
-        shard: communication of a sequence rank, a function of a module, which is called on each rank in its process
-            group; None: ranks are not compared.
+        ranks: also compare sequence ranks, in processes that import the main module again: call it there under
+            `if __name__ == "__main__":`.
         tokens: T, at least 16. Larger than the chunks of a kernel to include their boundaries.
-        seed: of weights, tokens and cuts.
 
     Returns:
         A line for each of `EQUALITIES`. A call that raises counts as a failure, with its message.
@@ -177,16 +176,16 @@ def check(
     """
     if tokens < MIN_TOKENS:
         raise ValueError(f"too few tokens to cut: {tokens}; use {MIN_TOKENS} or more")
-    arguments = Subject.of(letter, config, seed, shard).arguments
-    return Report(letter, tuple(_examine(name, arguments, tokens, SPECS[letter].plugin is None) for name in _TESTS))
+    arguments, is_plugin = Subject.of(letter, config).arguments, SPECS[letter].plugin is not None
+    return Report(letter, tuple(_examine(name, arguments, tokens, ranks, not is_plugin) for name in _TESTS))
 
 
-def _examine(name: str, arguments: tuple[Any, ...], tokens: int, contains_nan: bool) -> Equality:
+def _examine(name: str, arguments: tuple[Any, ...], tokens: int, ranks: bool, contains_nan: bool) -> Equality:
     differences, subject = _TESTS[name], Subject(*arguments)
     bound = equalities.SLOPE_BOUND if differences is equalities.finite_differences else BOUND
     required = contains_nan or differences is not equalities.nan_containment
     for test, offered, obstacle in (
-        (rank_differences, subject.shard, "no sequence ranks"),
+        (rank_differences, ranks, "no sequence ranks"),
         (equalities.window, subject.window, "no window"),
     ):
         if differences is test and not offered:

@@ -12,7 +12,7 @@ from tost_lm.mixers.layer import TokenMixer
 from tost_lm.mixers.registry import mixer_class
 from tost_lm.mixers.shape import MixerShape
 from tost_lm.model.config import ModelConfig
-from tost_lm.ops.layout import SequenceShard, SequenceSplit
+from tost_lm.ops.layout import SequenceShard
 from tost_lm.ops.positions import SequenceInfo
 from tost_lm.ops.rotary import Rotary
 from tost_lm.torch_internals import pytree
@@ -25,8 +25,6 @@ TOKENS = "tokens"
 WEIGHT_NOISE = 0.1
 BOUND = 1e-10
 """The largest relative difference that holds."""
-MakeShard = Callable[[SequenceSplit], SequenceShard]
-"""Communication of a sequence rank, called on each rank in its process group."""
 
 
 class Subject:
@@ -34,19 +32,15 @@ class Subject:
 
     Args:
         window: a token depends on itself and the window − 1 tokens before it only; None: on all tokens before it.
-        shard: None: no sequence ranks.
     """
 
-    def __init__(
-        self, kind: type[TokenMixer], shape: MixerShape, rotary: Rotary | None, window: int | None, seed: int = 0,
-        shard: MakeShard | None = None,
-    ):  # fmt: skip
-        self.arguments = kind, shape, rotary, window, seed, shard
+    def __init__(self, kind: type[TokenMixer], shape: MixerShape, rotary: Rotary | None, window: int | None):
+        self.arguments = kind, shape, rotary, window
         """Other processes, which know no plugin by its letter, make a subject of these."""
-        self.width, self.rotary, self.window, self.shard = shape.width, rotary, window, shard
-        self.generator = torch.Generator().manual_seed(seed)
+        self.width, self.rotary, self.window = shape.width, rotary, window
+        self.generator = torch.Generator().manual_seed(0)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(0)
             self.mixer = kind(shape).double()  # pyright: ignore[reportCallIssue]
             self.parameters = dict(self.mixer.named_parameters())
             with torch.no_grad():
@@ -54,10 +48,10 @@ class Subject:
                     parameter += WEIGHT_NOISE * torch.randn(parameter.shape).to(parameter)
 
     @classmethod
-    def of(cls, letter: str, config: ModelConfig, seed: int = 0, shard: MakeShard | None = None) -> "Subject":
+    def of(cls, letter: str, config: ModelConfig) -> "Subject":
         """The layer that `letter` has in a pattern."""
         window = config.kept_tokens or None
-        return cls(mixer_class(letter), config.shape_of(letter), config.rotary, window, seed, shard)
+        return cls(mixer_class(letter), config.shape_of(letter), config.rotary, window)
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
