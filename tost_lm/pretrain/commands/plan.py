@@ -28,10 +28,10 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.flops import flops_per_token, parameters
 from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
-from tost_lm.pretrain.plan.activations import costs_of
+from tost_lm.pretrain.plan.activations import costs_of, tiles
 from tost_lm.pretrain.plan.memory import checkpoint_bytes, peak_moment
 from tost_lm.pretrain.plan.settings import SPREAD, PlanConfig
-from tost_lm.pretrain.plan.traffic import collectives, tiles
+from tost_lm.pretrain.plan.traffic import collectives, copied_bytes
 from tost_lm.pretrain.settings import longer_batches
 from tost_lm.remote import RemotePath
 
@@ -160,9 +160,10 @@ def model_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
 def layout(config: PlanConfig) -> str:
     """The parallel layout and the micro-batches of a rank."""
     parallel, sequences = config.parallel, _count(config.train.micro_batch_size, "sequence")
+    in_tiles = f", in {tiles(config)} tiles of {config.tile_tokens:,} tokens" if tiles(config) > 1 else ""
     return (
         f"tensor {parallel.tensor} × sequence {parallel.sequence} × data {parallel.data_ranks(config.cluster.ranks)}; "
-        f"{_count(config.micro_batches, 'micro-batch', 'es')} of {sequences}{_in_tiles(config)}"
+        f"{_count(config.micro_batches, 'micro-batch', 'es')} of {sequences}{in_tiles}"
     )
 
 
@@ -211,19 +212,19 @@ def traffic_rows(config: PlanConfig) -> Iterator[Row]:
 
 def time_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
     step, cluster = plan.step_seconds(config), config.cluster
-    operator, elementwise = plan.operator_bytes_per_token(config), plan.elementwise_bytes_per_token(config)
-    launches = f"{plan.launches(config):,.0f} launches at {cluster.launch_us:.3g} µs"
-    host = f"host {duration(plan.host_seconds(config))}"
+    launches = plan.launches(config)
+    host = f"{launches:,.0f} launches at {cluster.launch_us:.3g} µs, {duration(launches * cluster.launch_us * 1e-6)}"
     peak = f"of {plan.peak(config) / 1e12:g} TFLOP/s"
-    activation = {"gelu": "GELU", "swiglu": "SwiGLU"}[config.model.mlp]
+    elementwise = f"norms, {'GELU' if config.model.mlp == 'gelu' else 'SwiGLU'}, LayerScale, residual sums"
     bandwidth = f"at {cluster.achieved_memory_bandwidth:.0%} of {cluster.memory_gb_s:g} GB/s"
     sources = {
         "products": f"at {cluster.achieved_flops:.0%} {peak}",
         "attention": f"at {plan.attention_rate(config):.0%} {peak}{_of_sequence_ranks(config)}",
-        "operator": f"as {in_units(operator)} per token {bandwidth}",
-        "elementwise": f"as {in_units(elementwise)} per token; norms, {activation}, LayerScale, residual sums",
+        "operator": f"as {in_units(plan.operator_bytes_per_token(config))} per token {bandwidth}",
+        "elementwise": f"as {in_units(plan.elementwise_bytes_per_token(config))} per token; {elementwise}",
         "loss": f"{in_units(plan.bytes_moved_by_loss(config))} beside its products",
-        "launches": f"{host}, less the above: {launches}",
+        "copies": f"{in_units(copied_bytes(config))} over {cluster.host_link_gb_s:g} GB/s to the host",
+        "launches": f"{host} of the host, less the above",
         "optimizer": _of_optimizer(config),
         "communication": _of_collectives(config, step.communication),
         "imbalance": f"of {_count(cluster.nodes, 'node')}",
@@ -297,11 +298,6 @@ def _of_optimizer(config: PlanConfig) -> str:
     flops = f", {plan.update_flops(config) / 1e12:.3g} TFLOP of products" if plan.update_flops(config) else ""
     gradients = f"gradients {in_units(plan.gradient_bytes(config))}"
     return f"{gradients}, update {in_units(plan.update_bytes(config))}{flops} per rank"
-
-
-def _in_tiles(config: PlanConfig) -> str:
-    count = tiles(config)
-    return f", in {count} tiles of {config.tile_tokens:,} tokens" if count > 1 else ""
 
 
 def _listed(numbers: dict[str, float], unit: float, how: str = ".2f") -> str:

@@ -7,10 +7,10 @@ from typing import Any
 
 from tost_lm.config import differences, leaves, validate
 from tost_lm.errors import ConfigError
+from tost_lm.pretrain.plan.activations import tiles
 from tost_lm.pretrain.plan.estimate import step_seconds
 from tost_lm.pretrain.plan.memory import checkpoint_bytes, largest_tile, peak_moment, weights_and_optimizer
 from tost_lm.pretrain.plan.settings import CLUSTERS, PlanConfig
-from tost_lm.pretrain.plan.traffic import tiles
 from tost_lm.pretrain.settings import PretrainConfig
 
 
@@ -20,8 +20,7 @@ def host_bytes(config: PlanConfig) -> float:
     if config.parallel.offload == "none":
         return copy
     weights, optimizer = weights_and_optimizer(config, config.cluster.ranks)
-    gradients = weights
-    return copy + config.cluster.gpus_per_node * (weights + gradients + optimizer)
+    return copy + config.cluster.gpus_per_node * (2 * weights + optimizer)  # gradients too
 
 
 def gpu_bytes(config: PlanConfig) -> float:
@@ -41,17 +40,16 @@ def complete(config: PlanConfig) -> PlanConfig:
     try:
         return _with_largest_tile(config)
     except ConfigError as error:
-        fitting = (changes for changes, other in alternatives(config) if _has_fitting_tile(other))
-        fix = f"set {changes}" if (changes := next(fitting, None)) else "raise cluster.nodes or choose larger GPUs"
+        changes = next(_with_fitting_tiles(config), None)
+        fix = f"set {changes}" if changes else "raise cluster.nodes or choose larger GPUs"
         raise ConfigError(f"{str(error).partition(';')[0]}; {fix}") from None
 
 
-def _has_fitting_tile(config: PlanConfig) -> bool:
-    try:
-        _with_largest_tile(config)
-    except ConfigError:
-        return False
-    return True
+def _with_fitting_tiles(config: PlanConfig) -> Iterator[str]:
+    for changes, other in alternatives(config):
+        with suppress(ConfigError):
+            _with_largest_tile(other)
+            yield changes
 
 
 def _with_largest_tile(config: PlanConfig) -> PlanConfig:
