@@ -176,7 +176,8 @@ class _Activations(NamedTuple):
 def _activations(config: PretrainConfig) -> _Activations:
     between_tiles = 0.0
     if tiles(config) > 1:
-        between_tiles = tile_states_bytes(config) + 16 * micro_batch_tokens(config)
+        on_device = 0.0 if config.memory.offload_tile_states else tile_states_bytes(config)
+        between_tiles = on_device + 16 * micro_batch_tokens(config)
     blocks, kept = block_bytes(config), between_tiles + activation_bytes_per_token(config) * tokens_in_memory(config)
     before = [*accumulate((block.kept for block in blocks), initial=between_tiles)]
     before[-1] = kept
@@ -217,9 +218,7 @@ def largest_tile(config: AnyPretrainConfig, ranks: int, free: float) -> AnyPretr
 
 
 def tile_states_bytes(config: PretrainConfig) -> float:
-    """Bytes of the states between tiles on the device. States that grow with the length have gradients in float32."""
-    if config.memory.offload_tile_states:
-        return 0.0
+    """Bytes of the states between tiles. States that grow with the length have gradients in float32."""
     with_gradients = 1 + 4 / ELEMENT_BYTES[config.train.dtype]
     return tiles(config) * sum(size * (with_gradients if grows else 1) for grows, size in states_after_tile(config))
 

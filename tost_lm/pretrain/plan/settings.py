@@ -9,7 +9,7 @@ from tost_lm.pretrain.settings import PretrainConfig
 
 Preset = Literal["a100-sxm", "h100-sxm", "h100-pcie", "h200-sxm", "b200-sxm"]
 
-_FIGURES = (
+_FIGURES: tuple[str, ...] = (
     "device", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s", "host_link_gb_s", "host_memory_gb_s",
     "host_memory_gb",
 )  # fmt: skip

@@ -152,13 +152,13 @@ def copied_bytes(config: PlanConfig) -> float:
         divided = shards(config, config.cluster.ranks)
         factors = {"all-gather": 4 / e, "reduce-scatter": 1 / divided}
         total = sum(one.input_bytes * factors.get(one.kind, 0) for one in _of_replicas(config))
-    if not config.memory.offload_tile_states:
-        return total
-    # Of tiles with earlier ones: in the first pass all but the last, and in the second one.
-    first, second = (n - 1) * (n - 2) / 2, n * (n - 1) / 2
-    shared = n - 1 + first + second * (2 + is_computed_again(config) + 4 / e)
-    copied = sum(size * (shared if grows else 2 * (n - 1)) for grows, size in states_after_tile(config))
-    return total + config.micro_batches * copied
+    if config.memory.offload_tile_states:
+        # Of tiles with earlier ones: in the first pass all but the last, and in the second one.
+        first, second = (n - 1) * (n - 2) / 2, n * (n - 1) / 2
+        shared = n - 1 + first + second * (2 + is_computed_again(config) + 4 / e)
+        times = config.micro_batches
+        total += times * sum(size * (shared if grows else 2 * (n - 1)) for grows, size in states_after_tile(config))
+    return total
 
 
 def _used(found: Iterable[Collectives]) -> list[Collectives]:
@@ -235,12 +235,6 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     yield Collectives("norms, positions", "all-reduce", 1, 4 * replicated, ranks, 1)
 
 
-def sent_again(config: PlanConfig, *, shares_tiles: bool = False) -> bool:
-    """Whether a mixer also receives again in the backward: `keep_received` does not see into graphs, which mixers that
-    share their state between tiles are outside of."""
-    return is_computed_again(config) and config.train.compile and not shares_tiles
-
-
 def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     """Statistics and states of mixers, in one or two exchanges a layer and pass for any length; tokens that are
     exchanged for heads, or gathered keys and values (with a window of a shard's last tokens).
@@ -248,7 +242,9 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     The forward sends all again for tiles that are computed twice. In all-to-alls, a rank sends its row in one, and the
     results for other ranks in a second one. Maps of states are gathered in groups instead, then between groups.
     """
-    tensor, n, again, e = config.parallel.tensor, tiles(config), sent_again(config), ELEMENT_BYTES[config.train.dtype]
+    tensor, n, e = config.parallel.tensor, tiles(config), ELEMENT_BYTES[config.train.dtype]
+    # `keep_received` does not see into graphs: backwards receive again.
+    again = is_computed_again(config) and config.train.compile
     send = partial(Collectives, ranks=config.parallel.sequence, stride=tensor)
     tokens, twice = micro_batch_tokens(config), fraction_computed_twice(config)
     rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
@@ -270,7 +266,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         sent = rows_of_groups(load.sequence) * each * (forwards * costs.grouped[0] + n * costs.grouped[1])
         yield send("maps of states", "all-to-all", 2 * calls * in_groups, sent)  # at two levels
 
-        recomputed = sent_again(config, shares_tiles=kept is None and n > 1)
+        recomputed = again and not (kept is None and n > 1)  # what shares its state between tiles is outside of graphs
         calls = 2 * layers * (n * (2 + recomputed) + n - 1) * (costs.dealt > 0)
         sent = layers * tokens * (2 + recomputed + twice) * costs.dealt / tensor
         yield send("heads of attention", "all-to-all", calls, sent)

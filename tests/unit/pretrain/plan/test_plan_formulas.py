@@ -151,6 +151,8 @@ def test_what_lies_on_the_host_is_copied_for_each_gather_reduction_and_tile():
     growing = planned(BASE, tiled, *on_host, "model.pattern=A", "train.seq_len=1024")
     keys = 12 * 2 * 2 * 768 * 256 * growing.micro_batches
     assert traffic.copied_bytes(growing) == keys * (3 + 3 + 6 * (2 + 2))
+    of_tiles = 8 * 4 * 12 * 2 * (2 + 4) * 768 * 256  # of 8 ranks, with gradients
+    assert plan_fit.host_bytes(growing) - checkpoint_bytes(growing) == of_tiles
 
 
 def test_heads_of_64_channels_are_slower_than_those_of_128_and_256():
