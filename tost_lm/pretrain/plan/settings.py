@@ -9,7 +9,7 @@ from tost_lm.pretrain.settings import PretrainConfig
 
 Preset = Literal["a100-sxm", "h100-sxm", "h100-pcie", "h200-sxm", "b200-sxm"]
 
-_FIGURES: tuple[str, ...] = (
+_FIGURES = (
     "device", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s", "host_link_gb_s", "host_memory_gb_s",
     "host_memory_gb",
 )  # fmt: skip
@@ -22,7 +22,9 @@ _VALUES: dict[Preset, tuple[Any, ...]] = {
     "h200-sxm": ("NVIDIA H200", 141, 4800, 450, 400, 64, 614, 2000),
     "b200-sxm": ("NVIDIA B200", 180, 7700, 900, 400, 64, 717, 2000),
 }
-CLUSTERS = {preset: dict(zip(_FIGURES, values, strict=True)) for preset, values in _VALUES.items()}
+CLUSTERS: dict[Preset, dict[str, Any]] = {
+    preset: dict(zip(_FIGURES, values, strict=True)) for preset, values in _VALUES.items()
+}
 # Measured by benchmarks.gpu, in results/benchmarks/gpu_nvidia-h200.json.
 CLUSTERS["h200-sxm"] |= {"achieved_memory_bandwidth": 0.875, "launch_us": 37}
 # Fitted by benchmarks.published to its fitted sources, as SLOWED and IMBALANCE in estimate.py.
