@@ -95,8 +95,8 @@ class Costs(NamedTuple):
     """Bytes per token that are read and written between the projections in a forward, and in a backward, apart from
     products between tokens. None: each stored tensor is written and read forward, and read backward with its gradient
     written and read."""
-    attention_rate: float = 1.0
-    """Rate of its products between tokens, over that with heads of 128 channels."""
+    attention_head: float = 128.0
+    """Channels of a head in its products between tokens."""
     received: float = 0.0
     """Bytes per token of a rank that recomputation keeps because other ranks sent them."""
     exchanged: tuple[float, float] = (0.0, 0.0)

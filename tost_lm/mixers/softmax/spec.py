@@ -100,7 +100,7 @@ class SoftmaxSpec(MixerSpec):
         kept = window - 1 if window else (copies or 1) * load.tokens_here
         found = Costs(
             launches=31,
-            attention_rate=_attention_rate(sizes),
+            attention_head=sizes.head,
             stored=_stored_bytes(sizes, load, copies or gathered),
             state=2 * e * sizes.keys * kept,
             received=(dealt + (2 * e * sizes.keys * gathered if load.sequence > 1 else 0.0)) / load.tensor,
@@ -157,11 +157,6 @@ def _stored_bytes(sizes: SoftmaxSizes, load: Load, relative: float) -> float:
     norms = 2 if shape.own.qk_norm == "all-heads" else read * shape.heads / C
     normed = 4 * norms + _norm_bytes(load) * read if shape.own.qk_norm else 0
     return e * (C + attention + 2 * gate) + 4 * shape.heads + normed
-
-
-def _attention_rate(sizes: SoftmaxSizes) -> float:
-    """Flash attention reaches 0.7 of its rate with heads of 64 channels (one H200), and no more with 256."""
-    return min(1.0, (sizes.head / 128) ** 0.5)
 
 
 def _norm_bytes(load: Load) -> int:

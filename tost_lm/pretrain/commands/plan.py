@@ -28,10 +28,10 @@ from tost_lm.errors import ConfigError
 from tost_lm.model.flops import flops_per_token, parameters
 from tost_lm.pretrain.plan import estimate as plan
 from tost_lm.pretrain.plan import fit as plan_fit
-from tost_lm.pretrain.plan.activations import costs_of
+from tost_lm.pretrain.plan.activations import costs_of, tiles
 from tost_lm.pretrain.plan.memory import checkpoint_bytes, peak_moment
 from tost_lm.pretrain.plan.settings import SPREAD, PlanConfig
-from tost_lm.pretrain.plan.traffic import collectives, tiles
+from tost_lm.pretrain.plan.traffic import collectives, copied_bytes
 from tost_lm.pretrain.settings import longer_batches
 from tost_lm.remote import RemotePath
 
@@ -60,7 +60,11 @@ def main(path: Path, config: PlanConfig) -> None:
         try:
             one = plan_fit.complete(stage.config)
             seconds += plan.step_seconds(one).total * stage.steps
-            _print_stage(one, stage.steps)
+            corpus, too_short = corpus_rows(one, stage.steps)
+            if too_short:
+                print(f"warning: {too_short}", file=sys.stderr)
+            needs = [*memory_rows(one), *traffic_rows(one), *time_rows(one, stage.steps), *disk_rows(one)]
+            print(markdown([("", "", "details"), *model_rows(one, stage.steps), *corpus, *needs]))
             problem = plan_fit.memory_problem(one)
         except ConfigError as error:
             problem = str(error)
@@ -71,14 +75,6 @@ def main(path: Path, config: PlanConfig) -> None:
     if config.stages:
         print("\n## All stages\n")
         print(markdown([("", "", "details"), *cost_rows(config, seconds)]))
-
-
-def _print_stage(config: PlanConfig, steps: int) -> None:
-    corpus, too_short = corpus_rows(config, steps)
-    if too_short:
-        print(f"warning: {too_short}", file=sys.stderr)
-    needs = [*memory_rows(config), *traffic_rows(config), *time_rows(config, steps), *disk_rows(config)]
-    print(markdown([("", "", "details"), *model_rows(config, steps), *corpus, *needs]))
 
 
 def compare(path: Path, config: PlanConfig, listed: Sequence[str], others: Sequence[str]) -> None:
@@ -160,9 +156,10 @@ def model_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
 def layout(config: PlanConfig) -> str:
     """The parallel layout and the micro-batches of a rank."""
     parallel, sequences = config.parallel, _count(config.train.micro_batch_size, "sequence")
+    in_tiles = f", in {tiles(config)} tiles of {config.tile_tokens:,} tokens" if tiles(config) > 1 else ""
     return (
         f"tensor {parallel.tensor} × sequence {parallel.sequence} × data {parallel.data_ranks(config.cluster.ranks)}; "
-        f"{_count(config.micro_batches, 'micro-batch', 'es')} of {sequences}{_in_tiles(config)}"
+        f"{_count(config.micro_batches, 'micro-batch', 'es')} of {sequences}{in_tiles}"
     )
 
 
@@ -199,7 +196,7 @@ def memory_rows(config: PlanConfig) -> Iterator[Row]:
     needed, host = plan_fit.gpu_bytes(config) / 1e9, plan_fit.host_bytes(config) / 1e9
     source = f"{moment.name}: {_listed(sizes, 1e9)}; reserved {cluster.reserved_gb:g}"
     yield "GPU memory", f"{needed:.2f} GB of {cluster.memory_gb:g}", source
-    yield "host memory of node 0", f"{host:.2f} GB of {cluster.host_memory_gb:g}", "asynchronous save, offloaded state"
+    yield "host memory of node 0", f"{host:.2f} GB of {cluster.host_memory_gb:g}", "asynchronous save, offloaded states"
 
 
 def traffic_rows(config: PlanConfig) -> Iterator[Row]:
@@ -211,21 +208,25 @@ def traffic_rows(config: PlanConfig) -> Iterator[Row]:
 
 def time_rows(config: PlanConfig, steps: int) -> Iterator[Row]:
     step, cluster = plan.step_seconds(config), config.cluster
-    operator, elementwise = plan.operator_bytes_per_token(config), plan.elementwise_bytes_per_token(config)
-    launches = f"{plan.launches(config):,.0f} launches at {cluster.launch_us:.3g} µs"
-    host = f"host {duration(plan.host_seconds(config))}"
+    hidden = sum(one.seconds(cluster) for one in collectives(config)) - step.communication
+    dealt = any(costs_of(config, spec).dealt for spec, _ in config.model.mixers)
+    evenly = f"; {config.parallel.sequence} sequence ranks share heads and queries evenly" if dealt else ""
+    flops, launches = plan.update_flops(config), plan.launches(config)
+    in_bytes = f"gradients {in_units(plan.gradient_bytes(config))}, update {in_units(plan.update_bytes(config))}"
+    host = f"{launches:,.0f} launches at {cluster.launch_us:.3g} µs, {duration(launches * cluster.launch_us * 1e-6)}"
     peak = f"of {plan.peak(config) / 1e12:g} TFLOP/s"
-    activation = {"gelu": "GELU", "swiglu": "SwiGLU"}[config.model.mlp]
+    elementwise = f"norms, {'GELU' if config.model.mlp == 'gelu' else 'SwiGLU'}, LayerScale, residual sums"
     bandwidth = f"at {cluster.achieved_memory_bandwidth:.0%} of {cluster.memory_gb_s:g} GB/s"
     sources = {
         "products": f"at {cluster.achieved_flops:.0%} {peak}",
-        "attention": f"at {plan.attention_rate(config):.0%} {peak}{_of_sequence_ranks(config)}",
-        "operator": f"as {in_units(operator)} per token {bandwidth}",
-        "elementwise": f"as {in_units(elementwise)} per token; norms, {activation}, LayerScale, residual sums",
+        "attention": f"at {plan.attention_rate(config):.0%} {peak}{evenly}",
+        "operator": f"as {in_units(plan.operator_bytes_per_token(config))} per token {bandwidth}",
+        "elementwise": f"as {in_units(plan.elementwise_bytes_per_token(config))} per token; {elementwise}",
         "loss": f"{in_units(plan.bytes_moved_by_loss(config))} beside its products",
-        "launches": f"{host}, less the above: {launches}",
-        "optimizer": _of_optimizer(config),
-        "communication": _of_collectives(config, step.communication),
+        "copies": f"{in_units(copied_bytes(config))} over {cluster.host_link_gb_s:g} GB/s to the host",
+        "launches": f"{host} of the host, less the above",
+        "optimizer": f"{in_bytes}{f', {flops / 1e12:.3g} TFLOP of products' if flops else ''} per rank",
+        "communication": f"beside {duration(hidden)} hidden by forwards and backwards" if hidden > 0 else "no overlap",
         "imbalance": f"of {_count(cluster.nodes, 'node')}",
     }
     for name, seconds in step._asdict().items():
@@ -245,23 +246,12 @@ def cost_rows(config: PlanConfig, seconds: float) -> Iterator[Row]:
         yield "price", f"{hours * price:,.0f}", f"at {price:g} for a GPU hour"
 
 
-def _of_collectives(config: PlanConfig, exposed: float) -> str:
-    hidden = sum(one.seconds(config.cluster) for one in collectives(config)) - exposed
-    return f"beside {duration(hidden)} hidden by forwards and backwards" if hidden > 0 else "no overlap"
-
-
 def _of_published(config: PlanConfig) -> str:
     """How far plans for such GPUs were from published runs."""
     if config.cluster.preset not in SPREAD:
         return "; no published run on such GPUs was planned"
     least, most, rows = SPREAD[config.cluster.preset]
     return f"; planned over published tokens/s was {least:.2f} to {most:.2f} in {_count(rows, 'run')} on such GPUs"
-
-
-def _of_sequence_ranks(config: PlanConfig) -> str:
-    ranks = config.parallel.sequence
-    dealt = any(costs_of(config, spec).dealt for spec, _ in config.model.mixers)
-    return f"; {ranks} sequence ranks share heads and queries evenly" if dealt else ""
 
 
 def disk_rows(config: PlanConfig) -> Iterator[Row]:
@@ -291,17 +281,6 @@ def duration(seconds: float) -> str:
     units = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1, "ms": 1e-3, "µs": 1e-6}
     unit = next((unit for unit, size in units.items() if seconds >= size), "s")
     return f"{seconds / units[unit]:.3g} {unit}"
-
-
-def _of_optimizer(config: PlanConfig) -> str:
-    flops = f", {plan.update_flops(config) / 1e12:.3g} TFLOP of products" if plan.update_flops(config) else ""
-    gradients = f"gradients {in_units(plan.gradient_bytes(config))}"
-    return f"{gradients}, update {in_units(plan.update_bytes(config))}{flops} per rank"
-
-
-def _in_tiles(config: PlanConfig) -> str:
-    count = tiles(config)
-    return f", in {count} tiles of {config.tile_tokens:,} tokens" if count > 1 else ""
 
 
 def _listed(numbers: dict[str, float], unit: float, how: str = ".2f") -> str:

@@ -16,6 +16,8 @@ whole block exists during its backward, and the gradients in its MLP take 4 more
 channels).
 """
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tost_lm.mixers.spec import Costs, Load, MixerSpec
@@ -23,6 +25,11 @@ from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.sizes import ALL_GATHER_RANKS
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def tiles(config: PretrainConfig) -> int:
+    """Tiles of a row."""
+    return math.ceil(config.row_tokens / config.tile_tokens)
 
 
 def micro_batch_tokens(config: PretrainConfig) -> float:
@@ -48,6 +55,12 @@ def load_of(config: PretrainConfig, spec: MixerSpec) -> Load:
 def costs_of(config: PretrainConfig, spec: MixerSpec) -> Costs:
     """What a layer of the mixer takes for this micro-batch."""
     return spec.costs(load_of(config, spec))
+
+
+def over_layers(config: PretrainConfig, of_layer: Callable[[MixerSpec, Costs], float]) -> float:
+    """The sum over all layers, given what one with a mixer and its costs adds."""
+    mixers, letters = config.model.mixers, config.model.letters
+    return sum(letters.count(spec.letter) * of_layer(spec, costs_of(config, spec)) for spec, _ in mixers)
 
 
 def activation_bytes_per_token(config: PretrainConfig) -> float:

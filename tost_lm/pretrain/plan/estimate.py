@@ -11,22 +11,14 @@ import math
 from typing import NamedTuple
 
 from tost_lm.errors import ConfigError
+from tost_lm.mixers.spec import Costs, MixerSpec
 from tost_lm.model.flops import block_matrices, flops_per_token, peak_flops
 from tost_lm.optim.interface import optimizer_of
-from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, costs_of
+from tost_lm.pretrain.plan import traffic
+from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, costs_of, over_layers, tiles
 from tost_lm.pretrain.plan.groups import groups_of, shards, stage_of
 from tost_lm.pretrain.plan.memory import logit_tiles, state_bytes
 from tost_lm.pretrain.plan.settings import PlanConfig
-from tost_lm.pretrain.plan.traffic import (
-    TENSORS_PER_LAYER,
-    collectives,
-    collectives_of_replicas,
-    fraction_computed_twice,
-    mixer_forwards,
-    mlp_forwards,
-    recomputed_flops,
-    tiles,
-)
 
 ATTENTION_FLOPS = {"fa2": 0.35, "fa3": 0.55}
 """Fraction of the peak with heads of 128 channels: of Flash Attention 2 on the H200; of 3 an estimate of both passes,
@@ -45,7 +37,9 @@ COMPILED_BLOCK_LAUNCHES = 16 + PRODUCTS
 operations of the mixer around its operators."""
 MODEL_LAUNCHES = 22
 """Operations outside the blocks for a tile of a micro-batch: embedding, last norm and loss."""
-SLOWED, IMBALANCE = 0.4, 0.01
+COLLECTIVE_LAUNCHES = 3
+"""Operations of a collective: a copy into its buffer, itself, and a copy out."""
+SLOWED, IMBALANCE = 0.4, 0.005
 """Fraction of the time of hidden collectives by which they slow down what they run behind, and of the step by which the
 ranks wait for each other at each doubling of the nodes."""
 UPDATE_LAUNCHES = 24
@@ -62,11 +56,13 @@ class Step(NamedTuple):
     loss: float
     """Beside its products."""
     optimizer: float
-    launches: float
+    copies: float
+    """Between GPU and host, which nothing hides."""
+    launches: float = 0.0
     """Time by which the host's launches of kernels exceed those before."""
-    communication: float
+    communication: float = 0.0
     """Time in which the ranks wait for collectives, or are slowed down by those that run behind."""
-    imbalance: float
+    imbalance: float = 0.0
     """Waits of all nodes for the slowest one."""
 
     @property
@@ -76,23 +72,22 @@ class Step(NamedTuple):
 
 def step_seconds(config: PlanConfig) -> Step:
     """Raises ConfigError when the device's peak is unknown or the batch is not divisible by the ranks."""
-    cluster, (products_again, attention_again) = config.cluster, recomputed_flops(config)
+    cluster, (products_again, attention_again) = config.cluster, traffic.recomputed_flops(config)
     flops = flops_per_token(config.model, config.train.seq_len)
     tokens = config.batch_tokens / cluster.ranks  # per rank
-    rate = tokens / peak(config)
+    rate, kernels = tokens / peak(config), mixer_launches(config) - PRODUCTS * config.model.layers  # of a tile
     found = Step(
         products=(flops.products.total + products_again) * rate / cluster.achieved_flops,
         attention=(flops.attention.total + attention_again) * rate / attention_rate(config),
-        operator=tokens * operator_bytes_per_token(config) / bandwidth(config) + mixer_kernel_seconds(config),
+        operator=tokens * operator_bytes_per_token(config) / bandwidth(config)
+        + KERNEL_SECONDS * config.micro_batches * tiles(config) * kernels,
         elementwise=tokens * elementwise_bytes_per_token(config) / bandwidth(config),
         loss=bytes_moved_by_loss(config) / bandwidth(config),
         optimizer=optimizer_seconds(config),
-        launches=0.0,
-        communication=0.0,
-        imbalance=0.0,
+        copies=traffic.copied_bytes(config) / (cluster.host_link_gb_s * 1e9 * cluster.achieved_bandwidth),
     )
-    found = found._replace(launches=max(0.0, host_seconds(config) - found.total))
-    found = found._replace(communication=exposed_seconds(config, found.total - found.optimizer))
+    found = found._replace(launches=max(0.0, launches(config) * cluster.launch_us * 1e-6 - found.total))
+    found = found._replace(communication=exposed_seconds(config, found.total - found.optimizer - found.copies))
     return found._replace(imbalance=found.total * IMBALANCE * math.log2(cluster.nodes))
 
 
@@ -100,20 +95,23 @@ def exposed_seconds(config: PlanConfig, computed: float) -> float:
     """Time of collectives beyond that in which forwards and backwards compute at the same time, given the seconds of
     all forwards and backwards of a step, and SLOWED of the rest. A backward takes twice the time of a forward, and that
     of recomputation."""
-    found, in_forwards = collectives(config), 1 + fraction_computed_twice(config)
+    found, in_forwards = traffic.collectives(config), 1 + traffic.fraction_computed_twice(config)
     exposed = sum(one.seconds(config.cluster) for one in found if not one.during)
-    for during, passes in (("forward", in_forwards), ("backward", mixer_forwards(config) + 2 - in_forwards)):
+    for during, passes in (("forward", in_forwards), ("backward", traffic.mixer_forwards(config) + 2 - in_forwards)):
         behind = [one for one in found if one.during == during]
         seconds = sum(one.seconds(config.cluster) for one in behind)
-        hidden = computed * passes / (mixer_forwards(config) + 2) * max((one.passes for one in behind), default=0.0)
+        hidden = (
+            computed * passes / (traffic.mixer_forwards(config) + 2) * max((one.passes for one in behind), default=0.0)
+        )
         exposed += max(SLOWED * seconds, seconds - (1 - SLOWED) * hidden)
     return exposed
 
 
 def attention_rate(config: PlanConfig) -> float:
     """Fraction of the peak that products between tokens reach, in the slowest mixer."""
-    slowest = min(costs_of(config, spec).attention_rate for spec, _ in config.model.mixers)
-    return (config.cluster.achieved_attention_flops or ATTENTION_FLOPS[config.train.attention]) * slowest
+    cluster, head = config.cluster, min(costs_of(config, spec).attention_head for spec, _ in config.model.mixers)
+    slowed = min(1.0, cluster.narrow_heads ** math.log2(128 / head))
+    return (cluster.achieved_attention_flops or ATTENTION_FLOPS[config.train.attention]) * slowed
 
 
 def bandwidth(config: PlanConfig) -> float:
@@ -121,28 +119,18 @@ def bandwidth(config: PlanConfig) -> float:
     return config.cluster.memory_gb_s * 1e9 * config.cluster.achieved_memory_bandwidth
 
 
-def mixer_kernel_seconds(config: PlanConfig) -> float:
-    """Time that the kernels of operators take in a step whatever their size."""
-    in_mixers = mixer_launches(config) - PRODUCTS * config.model.layers
-    return KERNEL_SECONDS * config.micro_batches * tiles(config) * in_mixers
-
-
-def host_seconds(config: PlanConfig) -> float:
-    """Time in which the host launches the kernels of a step."""
-    return launches(config) * config.cluster.launch_us * 1e-6
-
-
 def launches(config: PlanConfig) -> float:
     """Operations that the host launches in a step."""
     around = COMPILED_BLOCK_LAUNCHES if config.train.compile else BLOCK_LAUNCHES
     each = config.model.layers * around + mixer_launches(config) + MODEL_LAUNCHES
-    return config.micro_batches * tiles(config) * each + update_launches(config)
+    sent = COLLECTIVE_LAUNCHES * sum(one.calls for one in traffic.collectives(config))
+    return config.micro_batches * tiles(config) * each + update_launches(config) + sent
 
 
 def update_launches(config: PlanConfig) -> float:
     """Operations that sum gradients over backwards, and that update the weights."""
     backwards = config.micro_batches * tiles(config)
-    return (backwards + 2) * TENSORS_PER_LAYER * config.model.layers + UPDATE_LAUNCHES
+    return (backwards + 2) * traffic.TENSORS_PER_LAYER * config.model.layers + UPDATE_LAUNCHES
 
 
 def update_flops(config: PlanConfig) -> float:
@@ -161,24 +149,19 @@ def peak(config: PlanConfig) -> float:
 
 def mixer_launches(config: PlanConfig) -> float:
     """Launches of all mixers for a tile of a micro-batch; of recomputation only those that grow with the tokens."""
-    total = 0.0
-    for spec, _ in config.model.mixers:
-        costs = costs_of(config, spec)
-        forward, backward = costs.launches_of_maps
-        of_layer = costs.launches + mixer_forwards(config) * forward + backward
-        total += config.model.letters.count(spec.letter) * of_layer
-    return total
+    forwards = traffic.mixer_forwards(config)
+    of_maps = over_layers(config, lambda spec, costs: forwards * costs.launches_of_maps[0] + costs.launches_of_maps[1])
+    return of_maps + over_layers(config, lambda spec, costs: costs.launches)
 
 
 def operator_bytes_per_token(config: PlanConfig) -> float:
     """Bytes per token between the projections, forward and backward, at the bandwidth of a copy."""
-    total = 0.0
-    for spec, _ in config.model.mixers:
-        costs = costs_of(config, spec)
+
+    def of_layer(spec: MixerSpec, costs: Costs) -> float:
         forward, backward = costs.moved or (2 * costs.stored, 3 * costs.stored)
-        moved = mixer_forwards(config) * forward + backward
-        total += config.model.letters.count(spec.letter) * moved / spec.kernel_bandwidth
-    return total
+        return (traffic.mixer_forwards(config) * forward + backward) / spec.kernel_bandwidth
+
+    return over_layers(config, of_layer)
 
 
 def elementwise_bytes_per_token(config: PlanConfig) -> float:
@@ -204,8 +187,8 @@ def elementwise_bytes_per_token(config: PlanConfig) -> float:
         backward = 2 * convert + 12 + (11 if scaled else 5) * e
         of_mlp = (5 * e, 13 * e) if model.mlp == "swiglu" else (2 * e, 3 * e)
     hidden = model.mlp_width / model.width
-    mixers = mixer_forwards(config) * forward + backward
-    mlps = mlp_forwards(config) * (forward + of_mlp[0] * hidden) + backward + of_mlp[1] * hidden
+    mixers = traffic.mixer_forwards(config) * forward + backward
+    mlps = traffic.mlp_forwards(config) * (forward + of_mlp[0] * hidden) + backward + of_mlp[1] * hidden
     outside = 3 * convert + 7 * e + 2 * (4 + e) + 6 * e
     at_rate = (model.layers * (mixers + mlps) + outside) * model.width
     return at_rate / (COMPILED if config.train.compile else EAGER)
@@ -226,30 +209,34 @@ def bytes_moved_by_loss(config: PlanConfig) -> float:
 
 
 def optimizer_seconds(config: PlanConfig) -> float:
-    """Duration of the sums of gradients, copies of what is sent, norm, clipping and the update."""
-    in_bfloat16 = (peak_flops(config.cluster.device, "bfloat16") or peak(config)) * config.cluster.achieved_flops
+    """Duration of the sums of gradients, copies of what is sent, norm, clipping and the update, where the optimizer's
+    state is: the ranks of a node share the bandwidth of its memory."""
+    cluster, rate = config.cluster, bandwidth(config)
+    if config.parallel.offload != "none":
+        rate = cluster.host_memory_gb_s * 1e9 * cluster.achieved_memory_bandwidth / cluster.gpus_per_node
+    in_bfloat16 = (peak_flops(cluster.device, "bfloat16") or peak(config)) * cluster.achieved_flops
     in_bytes = gradient_bytes(config) + update_bytes(config) / optimizer_of(config.optim).bandwidth
     kernels = update_launches(config) * KERNEL_SECONDS
-    return in_bytes / bandwidth(config) + update_flops(config) / in_bfloat16 + kernels
+    return in_bytes / rate + update_flops(config) / in_bfloat16 + kernels
 
 
 def gradient_bytes(config: PlanConfig) -> float:
     """Bytes that a rank reads and writes beside its forwards, backwards and update.
 
-    Per number: sums over backwards 4 + e for the first in bfloat16, 8 + e for each other one, unless each backward
-    reduces its gradients; norm, in float64, 20, and clipping 8 of the rank's shards; with all weights on a rank their
-    copy in bfloat16 4 + e. Buffers: a gather is copied out, 2·e, a reduction copied in, e + 4, and an all-reduce in,
-    divided and out, 24.
+    Per number: sums over backwards 4 + e for the first in bfloat16, 8 + e for each other one, or 12 of the shards if
+    each backward reduces its gradients; norm, in float64, 20, and clipping 8 of the rank's shards; with all weights on
+    a rank their copy in bfloat16 4 + e. Buffers: a gather is copied out, 2·e, a reduction copied in, e + 4, and an
+    all-reduce in, divided and out, 24.
     """
     ranks, e, backwards = config.cluster.ranks, ELEMENT_BYTES[config.train.dtype], config.micro_batches * tiles(config)
     total, stage, in_bfloat16 = groups_of(config, ranks).total, stage_of(config, ranks), e < 4
     plain = stage == 0
     summed = (8 + e) * (backwards - 1) + ((4 + e) if in_bfloat16 and (plain or backwards > 1) else 0)
     if stage > 1:
-        summed = 0
+        summed = 12 * (backwards - 1) / shards(config, ranks)
     copied = (4 + e) * total.numbers if plain and in_bfloat16 else 0
     buffers = {"all-gather": 2 * shards(config, ranks), "reduce-scatter": 1 + e / 4, "all-reduce": 6 if plain else 0}
-    sent = sum(buffers[one.kind] * one.input_bytes for one in collectives_of_replicas(config))
+    sent = sum(buffers[one.kind] * one.input_bytes for one in traffic.collectives_of_replicas(config))
     return summed * total.numbers + 28 * total.padded / shards(config, ranks) + copied + sent
 
 

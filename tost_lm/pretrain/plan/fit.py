@@ -7,26 +7,27 @@ from typing import Any
 
 from tost_lm.config import differences, leaves, validate
 from tost_lm.errors import ConfigError
+from tost_lm.pretrain.plan import memory
+from tost_lm.pretrain.plan.activations import tiles
 from tost_lm.pretrain.plan.estimate import step_seconds
-from tost_lm.pretrain.plan.memory import checkpoint_bytes, largest_tile, peak_moment, weights_and_optimizer
 from tost_lm.pretrain.plan.settings import CLUSTERS, PlanConfig
-from tost_lm.pretrain.plan.traffic import tiles
 from tost_lm.pretrain.settings import PretrainConfig
 
 
 def host_bytes(config: PlanConfig) -> float:
-    """Host memory of the node with rank 0: the copy for an asynchronous save, and offloaded state."""
-    copy = checkpoint_bytes(config) if config.checkpoint.asynchronous else 0
-    if config.parallel.offload == "none":
-        return copy
-    weights, optimizer = weights_and_optimizer(config, config.cluster.ranks)
-    gradients = weights
-    return copy + config.cluster.gpus_per_node * (weights + gradients + optimizer)
+    """Host memory of the node with rank 0: the copy for an asynchronous save, and what its ranks offload."""
+    copy, offloaded = memory.checkpoint_bytes(config) if config.checkpoint.asynchronous else 0, 0.0
+    if config.parallel.offload != "none":
+        weights, optimizer = memory.weights_and_optimizer(config, config.cluster.ranks)
+        offloaded += 2 * weights + optimizer  # gradients too
+    if config.memory.offload_tile_states and tiles(config) > 1:
+        offloaded += memory.tile_states_bytes(config)
+    return copy + config.cluster.gpus_per_node * offloaded
 
 
 def gpu_bytes(config: PlanConfig) -> float:
     """Peak memory of a GPU, with `cluster.reserved_gb`."""
-    return peak_moment(config, config.cluster.ranks).total + config.cluster.reserved_gb * 1e9
+    return memory.peak_moment(config, config.cluster.ranks).total + config.cluster.reserved_gb * 1e9
 
 
 def complete(config: PlanConfig) -> PlanConfig:
@@ -41,27 +42,26 @@ def complete(config: PlanConfig) -> PlanConfig:
     try:
         return _with_largest_tile(config)
     except ConfigError as error:
-        fitting = (changes for changes, other in alternatives(config) if _has_fitting_tile(other))
-        fix = f"set {changes}" if (changes := next(fitting, None)) else "raise cluster.nodes or choose larger GPUs"
+        changes = next(_with_fitting_tiles(config), None)
+        fix = f"set {changes}" if changes else "raise cluster.nodes or choose larger GPUs"
         raise ConfigError(f"{str(error).partition(';')[0]}; {fix}") from None
 
 
-def _has_fitting_tile(config: PlanConfig) -> bool:
-    try:
-        _with_largest_tile(config)
-    except ConfigError:
-        return False
-    return True
+def _with_fitting_tiles(config: PlanConfig) -> Iterator[str]:
+    for changes, other in alternatives(config):
+        with suppress(ConfigError):
+            _with_largest_tile(other)
+            yield changes
 
 
 def _with_largest_tile(config: PlanConfig) -> PlanConfig:
-    return largest_tile(config, config.cluster.ranks, config.cluster.memory_gb * 1e9)
+    return memory.largest_tile(config, config.cluster.ranks, config.cluster.memory_gb * 1e9)
 
 
 def plan_of_run(config: PretrainConfig, ranks: int, device: str) -> dict[str, float]:
     """What the plan says of a run on so many ranks of a device: bytes of its memory at the peak, and, of a GPU with a
     preset, tokens per second. Raises as `complete`."""
-    found = {"memory_peak_bytes": peak_moment(config, ranks).total}
+    found = {"memory_peak_bytes": memory.peak_moment(config, ranks).total}
     preset = next((preset for preset, figures in CLUSTERS.items() if figures["device"] == device), None)
     if preset:
         on_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))

@@ -50,6 +50,7 @@ from tost_lm.pretrain.plan.activations import (
     block_bytes,
     costs_of,
     micro_batch_tokens,
+    tiles,
     tokens_in_memory,
 )
 from tost_lm.pretrain.plan.groups import NO_GROUP, groups_of, shards, stage_of, sum_of
@@ -135,7 +136,7 @@ def _of_shards(config: PretrainConfig, ranks: int) -> Iterator[Moment]:
     # A forward keeps the buffer of its last gather; at stages 1 and 2 only the first forward of a step gathers.
     buffer = e * order[0].padded
     if stage < 3:
-        buffer = 0.0 if config.tile_tokens < config.row_tokens else max(0.0, buffer - gradients)
+        buffer = 0.0 if tiles(config) > 1 else max(0.0, buffer - gradients)
     yield at(LOSS, whole + e * groups.head.padded, gradients, kept.at_loss, loss_bytes(config), buffer)
     gathers = [*order[:-1], NO_GROUP, NO_GROUP] if stage == 3 else [NO_GROUP] * (len(order) + 1)
     passed, end, sent, of_head = 0, config.model.layers, 0, 0.0 if groups.head.numbers else kept.table
@@ -174,8 +175,9 @@ class _Activations(NamedTuple):
 
 def _activations(config: PretrainConfig) -> _Activations:
     between_tiles = 0.0
-    if config.tile_tokens < config.row_tokens:
-        between_tiles = tile_states_bytes(config) + 16 * micro_batch_tokens(config)
+    if tiles(config) > 1:
+        on_device = 0.0 if config.memory.offload_tile_states else tile_states_bytes(config)
+        between_tiles = on_device + 16 * micro_batch_tokens(config)
     blocks, kept = block_bytes(config), between_tiles + activation_bytes_per_token(config) * tokens_in_memory(config)
     before = [*accumulate((block.kept for block in blocks), initial=between_tiles)]
     before[-1] = kept
@@ -186,7 +188,7 @@ def _activations(config: PretrainConfig) -> _Activations:
 
 def _has_several_backwards(config: PretrainConfig, ranks: int) -> bool:
     """Whether a step has several micro-batches or tiles. Raises as `moments`."""
-    return config.tile_tokens < config.row_tokens or config.accumulation(ranks) > 1
+    return tiles(config) > 1 or config.accumulation(ranks) > 1
 
 
 def peak_moment(config: PretrainConfig, ranks: int) -> Moment:
@@ -216,15 +218,18 @@ def largest_tile(config: AnyPretrainConfig, ranks: int, free: float) -> AnyPretr
 
 
 def tile_states_bytes(config: PretrainConfig) -> float:
-    """Bytes of the states between tiles on the device. States that grow with the length have gradients in float32."""
-    if config.memory.offload_tile_states:
-        return 0.0
-    states, e = 0.0, ELEMENT_BYTES[config.train.dtype]
-    for spec, shape in config.model.mixers:
-        with_gradients = 1 + 4 / e if spec.kept_tokens(shape) is None else 1
-        states += config.model.letters.count(spec.letter) * costs_of(config, spec).state * with_gradients
+    """Bytes of the states between tiles. States that grow with the length have gradients in float32."""
+    with_gradients = 1 + 4 / ELEMENT_BYTES[config.train.dtype]
+    return tiles(config) * sum(size * (with_gradients if grows else 1) for grows, size in states_after_tile(config))
+
+
+def states_after_tile(config: PretrainConfig) -> Iterator[tuple[bool, float]]:
+    """Of each mixer, whether its states grow with the length, and the bytes of those of a micro-batch after a tile, or
+    that a tile adds to them."""
     rows = config.train.micro_batch_size * config.train.seq_len / config.row_tokens
-    return math.ceil(config.row_tokens / config.tile_tokens) * states / config.parallel.tensor * rows
+    for spec, shape in config.model.mixers:
+        layers = config.model.letters.count(spec.letter)
+        yield spec.kept_tokens(shape) is None, rows * layers * costs_of(config, spec).state / config.parallel.tensor
 
 
 def weights_and_optimizer(config: PretrainConfig, ranks: int) -> tuple[float, float]:
@@ -251,18 +256,18 @@ def logit_tiles(config: PretrainConfig) -> LogitTiles:
     e, on_cpu, tokens = ELEMENT_BYTES[config.train.dtype], config.run.device == "cpu", tokens_in_memory(config)
     logit_bytes = 4 + e if on_cpu and e < 4 else e
     in_budget = (LOGITS_BYTES if on_cpu else DEVICE_LOGITS_BYTES) * config.parallel.tensor
-    in_budget /= logit_bytes * config.model.vocab_size
-    return LogitTiles(logit_bytes, math.ceil(micro_batch_tokens(config) / in_budget), min(tokens, in_budget))
+    in_budget = max(1, in_budget // (logit_bytes * config.model.vocab_size))
+    return LogitTiles(logit_bytes, tiles(config) * math.ceil(tokens / in_budget), min(tokens, in_budget))
 
 
 def loss_bytes(config: PretrainConfig) -> float:
     """Bytes of logits, their gradients and the head's gradients in the forward."""
     C, e, tokens = config.model.width, ELEMENT_BYTES[config.train.dtype], tokens_in_memory(config)
-    vocabulary, tiles = config.model.vocab_size / config.parallel.tensor, logit_tiles(config)
-    logits = tiles.logit_bytes * tiles.tokens
+    vocabulary, portion = config.model.vocab_size / config.parallel.tensor, logit_tiles(config)
+    logits = portion.logit_bytes * portion.tokens
     if e < 4:  # then only the gradient of the logits is left, and in e bytes that of the weight
-        logits = max(logits, e * (tiles.tokens + C))
-    return vocabulary * (logits + 4 * C) + e * C * tiles.tokens + 2 * e * C * tokens
+        logits = max(logits, e * (portion.tokens + C))
+    return vocabulary * (logits + 4 * C) + e * C * portion.tokens + 2 * e * C * tokens
 
 
 def state_bytes(config: PretrainConfig, n: float, tensor: int = 1) -> float:

@@ -9,22 +9,29 @@ from tost_lm.pretrain.settings import PretrainConfig
 
 Preset = Literal["a100-sxm", "h100-sxm", "h100-pcie", "h200-sxm", "b200-sxm"]
 
-_FIGURES = ("device", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s", "host_memory_gb")
-# NVIDIA's data sheets of the GPUs and of DGX A100, H100, H200 and B200; of PCIe nodes, one adapter of 400 Gbit/s.
+_FIGURES = (
+    "device", "memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s", "host_link_gb_s", "host_memory_gb_s",
+    "host_memory_gb",
+)  # fmt: skip
+# NVIDIA's data sheets of the GPUs and of DGX A100, H100, H200 and B200, and the memory channels of their processors; of
+# PCIe nodes, one adapter of 400 Gbit/s and the processors of a DGX H100.
+_VALUES: dict[Preset, tuple[Any, ...]] = {
+    "a100-sxm": ("NVIDIA A100-SXM4-80GB", 80, 2039, 300, 200, 32, 410, 2000),
+    "h100-sxm": ("NVIDIA H100 80GB HBM3", 80, 3350, 450, 400, 64, 614, 2000),
+    "h100-pcie": ("NVIDIA H100 PCIe", 80, 2000, 64, 50, 64, 614, 1000),
+    "h200-sxm": ("NVIDIA H200", 141, 4800, 450, 400, 64, 614, 2000),
+    "b200-sxm": ("NVIDIA B200", 180, 7700, 900, 400, 64, 717, 2000),
+}
 CLUSTERS: dict[Preset, dict[str, Any]] = {
-    "a100-sxm": dict(zip(_FIGURES, ("NVIDIA A100-SXM4-80GB", 80, 2039, 300, 200, 2000), strict=True)),
-    "h100-sxm": dict(zip(_FIGURES, ("NVIDIA H100 80GB HBM3", 80, 3350, 450, 400, 2000), strict=True)),
-    "h100-pcie": dict(zip(_FIGURES, ("NVIDIA H100 PCIe", 80, 2000, 64, 50, 1000), strict=True)),
-    "h200-sxm": dict(zip(_FIGURES, ("NVIDIA H200", 141, 4800, 450, 400, 2000), strict=True)),
-    "b200-sxm": dict(zip(_FIGURES, ("NVIDIA B200", 180, 7700, 900, 400, 2000), strict=True)),
+    preset: dict(zip(_FIGURES, values, strict=True)) for preset, values in _VALUES.items()
 }
 # Measured by benchmarks.gpu, in results/benchmarks/gpu_nvidia-h200.json.
 CLUSTERS["h200-sxm"] |= {"achieved_memory_bandwidth": 0.875, "launch_us": 37}
 # Fitted by benchmarks.published to its fitted sources, as SLOWED and IMBALANCE in estimate.py.
-CLUSTERS["a100-sxm"] |= {"achieved_flops": 0.84}
+CLUSTERS["a100-sxm"] |= {"achieved_flops": 0.84, "narrow_heads": 0.87}
 CLUSTERS["h100-sxm"] |= {"achieved_flops": 0.72}
 SPREAD: dict[Preset, tuple[float, float, int]] = {
-    "a100-sxm": (0.76, 1.04, 9), "h100-sxm": (0.79, 1.19, 19), "h200-sxm": (1.00, 1.12, 3), "b200-sxm": (1.40, 1.40, 1),
+    "a100-sxm": (0.77, 1.05, 9), "h100-sxm": (0.80, 1.20, 19), "h200-sxm": (1.00, 1.12, 3), "b200-sxm": (1.36, 1.36, 1),
 }  # fmt: skip
 """Planned over published tokens/s, least and most, and rows, of sources that nothing was fitted to, by the same."""
 
@@ -52,6 +59,10 @@ class ClusterConfig(Section):
     """Bandwidth of a GPU to the other GPUs of its node, one direction, in GB/s."""
     network_gb_s: float = Field(gt=0)
     """Bandwidth of a node to other nodes, all adapters together, one direction, in GB/s."""
+    host_link_gb_s: float = Field(gt=0)
+    """Bandwidth of a GPU to its host, one direction, in GB/s."""
+    host_memory_gb_s: float = Field(gt=0)
+    """Memory bandwidth of a node's host in GB/s."""
     host_memory_gb: float = Field(gt=0)
     """Host memory of a node in GB."""
     gpu_hour_price: float | None = Field(default=None, gt=0)
@@ -62,12 +73,12 @@ class ClusterConfig(Section):
     """Fraction of the peak FLOP/s that matrix products reach: as on an H200."""
     achieved_attention_flops: float | None = Field(default=None, gt=0, le=1)
     """Fraction of the peak FLOP/s that flash attention reaches with long rows in heads of 128 channels; without it 0.35 with train.attention fa2, as on an H200, and 0.55 with fa3, an estimate."""
+    narrow_heads: float = Field(default=0.7, gt=0, le=1)
+    """Fraction of that which it reaches in heads of 64 channels: as on an H200."""
     achieved_memory_bandwidth: float = Field(default=0.85, gt=0, le=1)
     """Fraction of the memory bandwidth that operations reach: measured on an H200, otherwise assumed."""
     achieved_bandwidth: float = Field(default=0.7, gt=0, le=1)
     """Assumed fraction of their bandwidth that links and network reach."""
-    latency_us: float = Field(default=20.0, ge=0)
-    """Latency of a collective of any size in µs."""
     launch_us: float = Field(default=15.0, ge=0)
     """Time in µs in which the host launches one operation, measured on an H200, otherwise assumed; it limits small operations."""
 

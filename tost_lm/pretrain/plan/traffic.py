@@ -7,20 +7,23 @@ from typing import Literal, NamedTuple
 
 from tost_lm.mixers.spec import gathered_tokens
 from tost_lm.model.flops import mlp_weights
-from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, costs_of, load_of, micro_batch_tokens
+from tost_lm.pretrain.plan.activations import ELEMENT_BYTES, load_of, micro_batch_tokens, over_layers, tiles
 from tost_lm.pretrain.plan.groups import Group, groups_of, replicated_numbers, shards, stage_of
-from tost_lm.pretrain.plan.memory import logit_tiles
+from tost_lm.pretrain.plan.memory import logit_tiles, states_after_tile
 from tost_lm.pretrain.plan.settings import ClusterConfig, PlanConfig
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.sizes import BUCKET_ELEMENTS, rows_of_groups
 
 TENSORS_PER_LAYER = 10
 """Parameters of a layer, about."""
-
-
-def tiles(config: PlanConfig) -> int:
-    """Tiles of a row."""
-    return math.ceil(config.row_tokens / config.tile_tokens)
+PROTOCOLS = {
+    "ring": ((6.6, 0.6, 2.7, 0.25), (14.0, 1.9, 4.0, 0.92), (8.4, 3.4, 14.0, 1.0)),
+    "tree": ((6.8, 0.6, 5.0, 0.24), (14.0, 1.25, 8.5, 0.86), (0.0, 28.0, 28.0, 0.92)),
+}
+"""Of LL, LL128 and Simple, by the order of the ranks: µs of a call, of a step over NVLink and of one to another node,
+and the fraction of the bandwidth: NCCL chooses by them in its own model of time (src/graph/tuning.cc of 2.20.3)."""
+POSTED_US = 1.0
+"""Time in which a host posts a message to another node, by the same."""
 
 
 def fraction_computed_twice(config: PlanConfig) -> float:
@@ -99,34 +102,63 @@ class Collectives(NamedTuple):
     @property
     def sent_bytes(self) -> float:
         """Bytes that leave the rank, in a ring (all-to-all: directly to each rank)."""
-        others = self.ranks - 1
-        factors = {
-            "all-gather": others,
-            "reduce-scatter": others / self.ranks,
-            "all-reduce": 2 * others / self.ranks,
-            "all-to-all": others / self.ranks,
-        }
-        return self.input_bytes * factors[self.kind]
+        sent = self.input_bytes * (self.ranks - 1) * (2 if self.kind == "all-reduce" else 1)
+        return sent if self.kind == "all-gather" else sent / self.ranks
 
     def seconds(self, cluster: ClusterConfig) -> float:
-        """Duration. A ring crosses each node boundary once, and the parallel groups of a node divide its network. In an
-        all-to-all, all ranks of a node do."""
-        rate = cluster.link_gb_s
-        if self.ranks * self.stride > cluster.gpus_per_node:
-            senders = cluster.gpus_per_node if self.kind == "all-to-all" else self.stride
+        """Duration, by the order and protocol that NCCL would choose.
+
+        A ring crosses each node boundary once, and the parallel groups of a node divide its network. In an all-to-all,
+        all ranks of a node do, and each posts its messages to other nodes one by one.
+        """
+        on_node = min(self.ranks, max(1, cluster.gpus_per_node // self.stride))
+        nodes, rate, senders, posted = math.ceil(self.ranks / on_node), cluster.link_gb_s, self.stride, 0.0
+        # Steps within nodes, and between them; an all-reduce takes them there and back.
+        steps, times = {"ring": (self.ranks - nodes, nodes - 1.0)}, 2 if self.kind == "all-reduce" else 1
+        if self.kind == "all-reduce":
+            steps["tree"] = on_node - 1, math.log2(nodes)
+        if self.kind == "all-to-all":
+            steps, senders = {"ring": (int(nodes == 1), float(nodes > 1))}, cluster.gpus_per_node
+            posted = POSTED_US * (self.ranks - on_node)
+        if nodes > 1:
             rate = min(rate, cluster.network_gb_s / min(senders, cluster.gpus_per_node))
-        return self.sent_bytes / (rate * 1e9 * cluster.achieved_bandwidth) + self.calls * cluster.latency_us * 1e-6
+        sent = self.sent_bytes / (rate * 1e9 * cluster.achieved_bandwidth)
+        return min(
+            sent / fraction + self.calls * 1e-6 * (call + posted + times * (near * within + far * between))
+            for order, (within, between) in steps.items()
+            for call, near, far, fraction in PROTOCOLS[order]
+        )
 
 
 def collectives(config: PlanConfig) -> list[Collectives]:
     """All collectives of a rank in a step. Raises ConfigError when the batch is not divisible by the ranks."""
-    found = [*_of_tensor_ranks(config), *_of_sequence_ranks(config)]
-    return [*collectives_of_replicas(config), *_used(found)]
+    return [*collectives_of_replicas(config), *_used([*_of_tensor_ranks(config), *_of_sequence_ranks(config)])]
 
 
 def collectives_of_replicas(config: PlanConfig) -> list[Collectives]:
     """Those over data × sequence ranks; raises as `collectives`."""
     return _used(_of_replicas(config))
+
+
+def copied_bytes(config: PlanConfig) -> float:
+    """Bytes of a step that a rank copies between its GPU and its host.
+
+    Offloaded weights are copied for each gather and gradients after each reduction, in float32. States between tiles on
+    the host are copied there and back, and those that later tiles share for each forward and backward of these, with
+    their gradients in float32.
+    """
+    total, e, n = 0.0, ELEMENT_BYTES[config.train.dtype], tiles(config)
+    if config.parallel.offload != "none":
+        divided = shards(config, config.cluster.ranks)
+        factors = {"all-gather": 4 / e, "reduce-scatter": 1 / divided}
+        total = sum(one.input_bytes * factors.get(one.kind, 0) for one in _of_replicas(config))
+    if config.memory.offload_tile_states:
+        # Of tiles with earlier ones: in the first pass all but the last, and in the second one.
+        first, second = (n - 1) * (n - 2) / 2, n * (n - 1) / 2
+        shared = n - 1 + first + second * (2 + is_computed_again(config) + 4 / e)
+        times = config.micro_batches
+        total += times * sum(size * (shared if grows else 2 * (n - 1)) for grows, size in states_after_tile(config))
+    return total
 
 
 def _used(found: Iterable[Collectives]) -> list[Collectives]:
@@ -188,11 +220,8 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     stream = ELEMENT_BYTES[config.train.dtype] * M * model.width
     layers = model.layers
     mixers, mlps, per_row = layers * mixer_forwards(config), layers * mlp_forwards(config), mlp_tiles(config)
-    calls_of_softmax, bytes_of_softmax = 0, 0.0
-    for spec, _ in model.mixers:
-        if of_layer := costs_of(config, spec).head_softmax:
-            calls_of_softmax += 2 * model.letters.count(spec.letter)
-            bytes_of_softmax += model.letters.count(spec.letter) * of_layer
+    softmax_bytes = over_layers(config, lambda spec, costs: costs.head_softmax)
+    softmaxes = over_layers(config, lambda spec, costs: 2 * (costs.head_softmax > 0))
     # Of mixers, embedding and head, which see whole rows, and of MLPs, which see tiles.
     whole_rows, in_tiles = mixers + 2 * layers + 2, mlps + 2 * layers
     calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream / ranks
@@ -200,16 +229,10 @@ def _of_tensor_ranks(config: PlanConfig) -> Iterator[Collectives]:
     whole_rows, in_tiles = mixers + layers + 2, mlps + layers - mlps_without_output(config)
     calls, sizes = whole_rows + per_row * in_tiles, (whole_rows + in_tiles) * stream
     yield Collectives("residual stream", "reduce-scatter", k * calls, k * sizes, ranks, 1)
-    yield Collectives("softmax over heads", "all-gather", k * calls_of_softmax, k * bytes_of_softmax, ranks, 1)
+    yield Collectives("softmax over heads", "all-gather", k * softmaxes, k * softmax_bytes, ranks, 1)
     yield Collectives("loss", "all-gather", k * logit_tiles(config).calls, k * 8 * M, ranks, 1)
     replicated = replicated_numbers(config, config.cluster.ranks)
     yield Collectives("norms, positions", "all-reduce", 1, 4 * replicated, ranks, 1)
-
-
-def sent_again(config: PlanConfig, *, shares_tiles: bool = False) -> bool:
-    """Whether a mixer also receives again in the backward: `keep_received` does not see into graphs, which mixers that
-    share their state between tiles are outside of."""
-    return is_computed_again(config) and config.train.compile and not shares_tiles
 
 
 def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
@@ -219,55 +242,40 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     The forward sends all again for tiles that are computed twice. In all-to-alls, a rank sends its row in one, and the
     results for other ranks in a second one. Maps of states are gathered in groups instead, then between groups.
     """
-    parallel, model, k = config.parallel, config.model, config.micro_batches
-    ranks, tensor = parallel.sequence, parallel.tensor
-    loads = [load_of(config, spec) for spec, _ in model.mixers]
-    used = [
-        (model.letters.count(spec.letter), spec.costs(load), spec.kept_tokens(shape))
-        for (spec, shape), load in zip(model.mixers, loads, strict=True)
-    ]
+    tensor, n, e = config.parallel.tensor, tiles(config), ELEMENT_BYTES[config.train.dtype]
+    # `keep_received` does not see into graphs: backwards receive again.
+    again = is_computed_again(config) and config.train.compile
+    send = partial(Collectives, ranks=config.parallel.sequence, stride=tensor)
+    tokens, twice = micro_batch_tokens(config), fraction_computed_twice(config)
     rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
-    backwards, again = tiles(config), sent_again(config)
-    passes = tiles(config) * (1 + again) + tiles(config) - 1
-    calls, statistics, summed, row = 0.0, 0.0, 0.0, 0.0
-    for layers, costs, _ in used:
-        forward, backward = costs.exchanged
-        if forward:
-            calls += costs.exchanges * k * layers * (passes + backwards)
-            statistics += k * rows * layers * (passes * forward + backwards * backward) / tensor
-        # States between tiles: forward, again in the second forward, and backward.
-        if costs.summed:
-            times = (tiles(config) - 1) * (3 + again) * k * layers
-            summed += times * (costs.exchanges if costs.grouped[0] else 1)
-            row += rows * times * costs.summed / tensor
-    if loads[0].gathers:
-        yield Collectives("sequence statistics", "all-gather", calls, statistics, ranks, tensor)
-        yield Collectives("states after tiles", "all-gather", summed, row, ranks, tensor)
-    else:
-        sent = loads[0].exchanged_rows * statistics
-        yield Collectives("sequence statistics", "all-to-all", 2 * calls, sent, ranks, tensor)
-        yield Collectives("states after tiles", "all-to-all", 2 * summed, 2 * row, ranks, tensor)
-    for layers, costs, _ in used:
-        forward, backward = costs.grouped
-        calls = 2 * costs.exchanges * k * layers * (passes + backwards) if forward else 0  # at two levels
-        sent = rows * k * layers * (passes * forward + backwards * backward) / tensor * rows_of_groups(ranks)
-        yield Collectives("maps of states", "all-to-all", calls, sent, ranks, tensor)
-    for layers, costs, kept in used:
-        recomputed = sent_again(config, shares_tiles=kept is None and tiles(config) > 1)
-        forwards = 1 + recomputed + fraction_computed_twice(config)
-        sent = k * layers * micro_batch_tokens(config) * (forwards + 1) * costs.dealt / tensor
-        in_forwards = tiles(config) * (1 + recomputed) + tiles(config) - 1
-        calls = 2 * k * layers * (in_forwards + backwards) if costs.dealt else 0
-        yield Collectives("heads of attention", "all-to-all", calls, sent, ranks, tensor)
     starts = range(0, config.row_tokens, config.tile_tokens)
-    sizes = [min(config.tile_tokens, config.row_tokens - start) for start in starts]
-    for layers, costs, kept in used:
-        of_tiles = [gathered_tokens(kept, size / ranks) for size in sizes] if costs.gathered_channels else []
-        in_second = fraction_computed_twice(config) > 0
-        e, calls = ELEMENT_BYTES[config.train.dtype], k * layers
-        channels = calls * micro_batch_tokens(config) * ranks / config.row_tokens * costs.gathered_channels / tensor
-        sent = channels * ((1 + again) * sum(of_tiles) + in_second * sum(of_tiles[:-1]))
-        gathers = calls * ((1 + again) * len(of_tiles) + in_second * len(of_tiles[:-1]))
-        scattered, scatters = channels * sum(of_tiles), calls * len(of_tiles)
-        yield Collectives("keys and values", "all-gather", gathers, e * sent, ranks, tensor)
-        yield Collectives("their gradients", "reduce-scatter", scatters, 4 * scattered * ranks, ranks, tensor)
+    sizes = [min(config.tile_tokens, config.row_tokens - start) / config.parallel.sequence for start in starts]
+    for spec, shape in config.model.mixers:
+        load, kept = load_of(config, spec), spec.kept_tokens(shape)
+        costs, layers = spec.costs(load), config.micro_batches * config.model.letters.count(spec.letter)
+        each, forwards, in_groups = rows * layers / tensor, n * (1 + again) + n - 1, costs.grouped[0] > 0
+
+        calls = costs.exchanges * layers * (forwards + n)
+        kind, at_once, copies = ("all-gather", 1, 1) if load.gathers else ("all-to-all", 2, load.exchanged_rows)
+        sent = copies * each * (forwards * costs.exchanged[0] + n * costs.exchanged[1])
+        yield send("sequence statistics", kind, at_once * calls * (costs.exchanged[0] > 0), sent)
+        # States between tiles: forward, again in the second forward, and backward.
+        times = at_once * (n - 1) * (3 + again) * (costs.summed > 0)
+        summed = times * layers * (costs.exchanges if in_groups else 1)
+        yield send("states after tiles", kind, summed, times * each * costs.summed)
+        sent = rows_of_groups(load.sequence) * each * (forwards * costs.grouped[0] + n * costs.grouped[1])
+        yield send("maps of states", "all-to-all", 2 * calls * in_groups, sent)  # at two levels
+
+        recomputed = again and not (kept is None and n > 1)  # what shares its state between tiles is outside of graphs
+        calls = 2 * layers * (n * (2 + recomputed) + n - 1) * (costs.dealt > 0)
+        sent = layers * tokens * (2 + recomputed + twice) * costs.dealt / tensor
+        yield send("heads of attention", "all-to-all", calls, sent)
+
+        of_tiles = [gathered_tokens(kept, size) for size in sizes] if costs.gathered_channels else []
+        passes = [(1 + again, of_tiles), (twice > 0, of_tiles[:-1])]
+        channels = layers * tokens / sum(sizes) * costs.gathered_channels / tensor
+        calls = layers * sum(times * len(some) for times, some in passes)
+        sent = e * channels * sum(times * sum(some) for times, some in passes)
+        yield send("keys and values", "all-gather", calls, sent)
+        sent = 4 * channels * sum(of_tiles) * load.sequence
+        yield send("their gradients", "reduce-scatter", layers * len(of_tiles), sent)

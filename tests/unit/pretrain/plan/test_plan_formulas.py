@@ -60,7 +60,7 @@ def test_memory_of_bfloat16_by_stage():
     assert {moment.optimizer for moment in by_stage.values()} == {8 * part}
     assert [by_stage[stage].gradients for stage in (1, 2, 3)] == [4 * PADDED, 4 * part, 4 * part]
     # A tile's logits; the gradient of the head's weight, and the tile's; the head's input and its gradient.
-    in_portion = 2**30 + 2 * 768 * 2**30 / (2 * 50304)
+    in_portion = 2 * (50304 + 768) * (2**30 // (2 * 50304))
     assert {moment.loss for moment in by_stage.values()} == {in_portion + 6 * 50304 * 768 + 2 * 2 * 768 * TOKENS}
     assert by_stage[1].activations == (12 * LAYER + 2 * 768) * TOKENS
 
@@ -102,16 +102,66 @@ def test_compiled_blocks_that_are_computed_again_receive_again():
 
 
 def test_links_between_nodes_are_shared_by_the_groups_of_a_node():
-    cluster = planned(BASE, "cluster.nodes=2", "cluster.latency_us=0", "cluster.achieved_bandwidth=1").cluster
+    cluster, second = planned(BASE, "cluster.nodes=2", "cluster.achieved_bandwidth=1").cluster, pytest.approx(1, 1e-3)
     inside = traffic.Collectives("x", "all-gather", 1, 450e9 / 7, ranks=8, stride=1)
     across = traffic.Collectives("x", "all-gather", 1, 400e9 / 15, ranks=16, stride=1)
     side_by_side = traffic.Collectives("x", "all-gather", 1, 50e9, ranks=2, stride=8)
-    assert [one.seconds(cluster) for one in (inside, across, side_by_side)] == pytest.approx([1, 1, 1])
+    assert [one.seconds(cluster) for one in (inside, across, side_by_side)] == 3 * [second]
     assert traffic.Collectives("x", "all-reduce", 1, 4e9, 4, 1).sent_bytes == 6e9
     assert traffic.Collectives("x", "reduce-scatter", 1, 4e9, 4, 1).sent_bytes == 3e9
     assert traffic.Collectives("x", "all-to-all", 1, 4e9, 4, 1).sent_bytes == 3e9
     # All eight ranks of a node send to the other one at once.
-    assert traffic.Collectives("x", "all-to-all", 1, 50e9 * 16 / 15, 16, 1).seconds(cluster) == pytest.approx(1)
+    assert traffic.Collectives("x", "all-to-all", 1, 50e9 * 16 / 15, 16, 1).seconds(cluster) == second
+
+
+def test_the_latency_of_collectives_grows_with_ranks_and_nodes():
+    cluster = planned(BASE, "cluster.nodes=16").cluster
+
+    def latency(kind: traffic.Kind, ranks: int, stride: int = 1) -> float:
+        return 1e6 * traffic.Collectives("x", kind, 1, 0, ranks, stride).seconds(cluster)
+
+    assert latency("all-gather", 8) == pytest.approx(6.6 + 7 * 0.6)
+    assert latency("reduce-scatter", 16) == pytest.approx(6.6 + 14 * 0.6 + 2.7)
+    assert latency("all-gather", 16, stride=8) == pytest.approx(6.6 + 15 * 2.7)
+    assert latency("all-reduce", 8) == pytest.approx(6.6 + 14 * 0.6)
+    assert latency("all-reduce", 128) == pytest.approx(6.8 + 2 * (7 * 0.6 + 4 * 5))  # a tree; a ring has 254 steps
+    assert latency("all-to-all", 8) == pytest.approx(6.6 + 0.6)
+    assert latency("all-to-all", 128) == pytest.approx(6.6 + 2.7 + 120)
+    # Large messages take the protocol with the whole bandwidth, whose steps are the slowest.
+    large = traffic.Collectives("x", "all-gather", 2, 2e9, 8, 1)
+    assert large.seconds(cluster) == pytest.approx(14e9 / (450e9 * 0.7) + 2e-6 * (8.4 + 7 * 3.4))
+
+
+def test_what_lies_on_the_host_is_copied_for_each_gather_reduction_and_tile():
+    tiled, words = "memory.tile_tokens=256", ("parallel.zero_stage=2", "parallel.sequence=8")
+    assert traffic.copied_bytes(planned(BASE, *words, tiled)) == 0
+    offloaded = planned(BASE, *words, tiled, "parallel.offload=optimizer")
+    backwards = 4 * offloaded.micro_batches
+    assert traffic.copied_bytes(offloaded) == 4 * PADDED / 8 * (1 + backwards)
+    assert plan.step_seconds(offloaded).copies == traffic.copied_bytes(offloaded) / (64e9 * 0.7)
+    # There, the update reads and writes at the host's bandwidth, which 8 ranks share.
+    here = plan.step_seconds(planned(BASE, *words, tiled)).optimizer
+    assert plan.step_seconds(offloaded).optimizer > 10 * here
+    on_host = ("memory.offload_tile_states=true", "parallel.tensor=1", "train.micro_batch_size=1")
+    states = planned(BASE, tiled, *on_host)
+    of_tssa = 12 * 4 * (2 * 768 + 12) * states.micro_batches
+    assert traffic.copied_bytes(states) == 2 * 3 * of_tssa
+    # Keys and values of a tile: there once; of 6 pairs of tiles twice to the GPU, and gradients from it in float32, and
+    # of 3 in the first pass.
+    growing = planned(BASE, tiled, *on_host, "model.pattern=A", "train.seq_len=1024")
+    keys = 12 * 2 * 2 * 768 * 256 * growing.micro_batches
+    assert traffic.copied_bytes(growing) == keys * (3 + 3 + 6 * (2 + 2))
+    of_tiles = 8 * 4 * 12 * 2 * (2 + 4) * 768 * 256  # of 8 ranks, with gradients
+    assert plan_fit.host_bytes(growing) - checkpoint_bytes(growing) == of_tiles
+
+
+def test_heads_of_64_channels_are_slower_than_those_of_128_and_256():
+    rates = [
+        plan.attention_rate(planned(BASE, "model.pattern=A", f"model.heads={768 // head}", f"cluster.preset={gpu}"))
+        for gpu in ("h100-sxm", "a100-sxm")
+        for head in (64, 128, 256)
+    ]
+    assert rates == pytest.approx([0.35 * 0.7, 0.35, 0.35, 0.35 * 0.87, 0.35, 0.35])
 
 
 def test_blocks_are_sent_behind_what_is_computed():
