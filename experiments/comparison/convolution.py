@@ -69,8 +69,8 @@ class GatedConvolution(TokenMixer):
     ) -> tuple[Tensor, ConvolutionState | None]:
         value, gate = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1)).chunk(2, -1)
         tensors = [value.flatten(-2), self.conv, state.taps if state else None, info.state_offsets]
-        value_BTE, *taps = CONVOLUTION(info, info.handle, tensors, info.wanted_state)
-        y_BTHV = rms_norm(silu(value_BTE).unflatten(-1, (self.heads, -1)), (self.size,), eps=NORM_EPSILON) * self.norm
+        value_BTE, *taps = CONVOLUTION(info, info.handle, tensors, info.wanted_state, "silu")
+        y_BTHV = rms_norm(value_BTE.unflatten(-1, (self.heads, -1)), (self.size,), eps=NORM_EPSILON) * self.norm
         return self.out_proj((y_BTHV * silu(gate)).flatten(-2)), ConvolutionState(*taps) if taps else None
 
 
