@@ -52,7 +52,7 @@ def test_several_rows_at_a_time_are_as_accurate_as_torch(activated: bool, monkey
             (by_torch, [x.double() for x in drawn]),
         ):
             leaves = [x.detach().requires_grad_() for x in given]
-            y = convolve(*leaves, activated)
+            y = convolve(leaves[0], leaves[1], activated)
             results.append((y, *gradients(y, leaves)))
         for ours, theirs, truth in zip(*results, strict=True):
             assert ours.dtype == dtype

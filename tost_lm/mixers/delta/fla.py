@@ -114,7 +114,7 @@ def gradient_error(device: torch.device, sizes: DeltaSizes, of_channels: bool = 
     weights = draw(1, M, H, V), draw(2, H, K, V).float()
     local = LocalDocuments.of(torch.tensor([0, 70, M]), 1, M, None)
 
-    def gradients(rule: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype | None) -> Sequence[Tensor]:
+    def gradients(rule: Callable[..., tuple[Tensor, Any]], dtype: torch.dtype | None) -> Sequence[Tensor]:
         leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
         with torch.enable_grad():
             y, final = rule(*leaves, local)
