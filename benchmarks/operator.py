@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention, silu, softplus
+from torch.nn.functional import scaled_dot_product_attention, softplus
 
 from benchmarks import measure
 from benchmarks.measure import call_seconds, interleaved_seconds, median_seconds, peak_extra_bytes
@@ -284,7 +284,7 @@ def delta_of_layer(
     """The operator of a D layer, between its projections, without norm and gate."""
     local = LocalDocuments.of(None, value.shape[0], value.shape[1], None)
     value, key, query = (
-        silu(short_conv(x.flatten(-2), taps, local=local)[0]).view_as(x)
+        short_conv(x.flatten(-2), taps, local=local, activated=True)[0].view_as(x)
         for x, taps in zip((value, key, query), weight, strict=True)
     )
     log_decay = -log_rate_H.exp() * softplus(step)

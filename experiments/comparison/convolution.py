@@ -68,8 +68,9 @@ class GatedConvolution(TokenMixer):
         self, x_BTC: Tensor, state: ConvolutionState | None, info: SequenceInfo
     ) -> tuple[Tensor, ConvolutionState | None]:
         value, gate = self.in_proj(x_BTC).unflatten(-1, (self.heads, -1)).chunk(2, -1)
-        value_BTE, taps = self.eager(conv_of, info, value.flatten(-2), self.conv, state.taps if state else None)
-        y_BTHV = rms_norm(silu(value_BTE).unflatten(-1, (self.heads, -1)), (self.size,), eps=NORM_EPSILON) * self.norm
+        before = state.taps if state else None
+        (value_BTE,), taps = self.eager(conv_of, info, [value.flatten(-2)], [self.conv], before, True)
+        y_BTHV = rms_norm(value_BTE.unflatten(-1, (self.heads, -1)), (self.size,), eps=NORM_EPSILON) * self.norm
         return self.out_proj((y_BTHV * silu(gate)).flatten(-2)), ConvolutionState(taps) if taps is not None else None
 
 

@@ -1,4 +1,4 @@
-"""A causal convolution over a few tokens, per channel: y_t = Σ_j weight_j · x_{t − K + 1 + j}.
+"""A causal convolution over a few tokens, per channel: y_t = Σ_j weight_j · x_{t − K + 1 + j}, or SiLU of it.
 
 It starts afresh at each document. The last K − 1 tokens are its state; before a document's first token they are zeros.
 On CUDA devices it is the kernel of flash-linear-attention (package fla-core), where that is installed. The kernel is
@@ -9,12 +9,13 @@ packed), n of them with tokens on this rank.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
+from torch.nn.functional import pad, silu
 
 from tost_lm.ops.affine import affine_scan
 from tost_lm.ops.backends import LOW_PRECISION, Backend, choose, obstacle_to_kernels
@@ -34,6 +35,7 @@ def short_conv(
     initial_NPC: Tensor | None = None,
     output_final_state: bool = False,
     shard: SequenceShard | None = None,
+    activated: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The convolution of each document, and the last K − 1 tokens of each, differentiable.
 
@@ -44,11 +46,12 @@ def short_conv(
         initial_NPC: the K − 1 tokens before each document, older ones first; None: zeros.
         output_final_state: return the last K − 1 tokens of each document; else None.
         shard: the tokens are a sequence shard. States and their gradients are equal on all ranks.
+        activated: SiLU of the outputs. The backward computes the convolution again instead of storing it.
 
     Returns:
         y [B, T, C] in the dtype of x, and the final state [N, K − 1, C] or None.
     """
-    convolve, P = choose(BACKENDS, x_BTC), weight_CK.shape[1] - 1
+    convolve, P = partial(choose(BACKENDS, x_BTC), activated=activated), weight_CK.shape[1] - 1
     if shard is None:
         return convolve(x_BTC, weight_CK, initial_NPC, local, output_final_state)
 
@@ -72,17 +75,18 @@ def _or_zeros(state_NPC: Tensor | None, x_BTC: Tensor, P: int, documents: int) -
 
 
 def _in_pytorch(
-    x_BTC: Tensor, weight_CK: Tensor, before_nPC: Tensor | None, local: LocalDocuments, output_final_state: bool
-) -> tuple[Tensor, Tensor | None]:
+    x_BTC: Tensor, weight_CK: Tensor, before_nPC: Tensor | None, local: LocalDocuments, output_final_state: bool,
+    activated: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     P, final_nPC = weight_CK.shape[1] - 1, None
     before_nPC = _or_zeros(before_nPC, x_BTC, P, len(local.lengths))
     documents = x_BTC.flatten(0, 1).split(local.lengths)
     if output_final_state:
         final_nPC = torch.stack([_last(torch.cat(rows), P) for rows in zip(before_nPC, documents, strict=True)])
     if not local.packed:
-        return _tap_by_tap(torch.cat([before_nPC, x_BTC], 1), weight_CK), final_nPC
+        return _tap_by_tap(torch.cat([before_nPC, x_BTC], 1), weight_CK, activated), final_nPC
     pieces = [piece for rows in zip(before_nPC, documents, strict=True) for piece in rows]
-    y_MC = _tap_by_tap(torch.cat(pieces)[None], weight_CK)[0]
+    y_MC = _tap_by_tap(torch.cat(pieces)[None], weight_CK, activated)[0]
     with_gaps = y_MC.split([size for length in local.lengths for size in (length, P)][:-1])
     return torch.cat(with_gaps[::2])[None], final_nPC
 
@@ -94,8 +98,9 @@ def _obstacle_to_fla(x_BTC: Tensor) -> str | None:
 
 
 def _by_fla(
-    x_BTC: Tensor, weight_CK: Tensor, before_nPC: Tensor | None, local: LocalDocuments, output_final_state: bool
-) -> tuple[Tensor, Tensor | None]:
+    x_BTC: Tensor, weight_CK: Tensor, before_nPC: Tensor | None, local: LocalDocuments, output_final_state: bool,
+    activated: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """One launch for all documents; the state of the kernel has K tokens, the oldest of which no output reads."""
     from fla.modules import causal_conv1d as fla  # an optional package, and slow to import
 
@@ -105,6 +110,7 @@ def _by_fla(
         weight_CK,
         initial_state=None if before_nPC is None else pad(before_nPC.to(x_BTC.dtype).mT, (1, 0)).contiguous(),
         output_final_state=output_final_state,
+        activation="silu" if activated else None,
         **(fla_documents(local.offsets, x_BTC.device) if local.packed else {}),
     )
     return y_BTC, None if final_nCK is None else final_nCK.mT[:, 1:]
@@ -118,14 +124,13 @@ class _TapByTap(torch.autograd.Function):
     torch's conv1d takes three times as long."""
 
     @staticmethod
-    def forward(ctx, x_BMC: Tensor, weight_CK: Tensor):
+    def forward(ctx, x_BMC: Tensor, weight_CK: Tensor, activated: bool):
         ctx.save_for_backward(x_BMC, weight_CK)
+        ctx.activated = activated
         y_BTC = torch.empty_like(x_BMC[:, weight_CK.shape[1] - 1 :])
         for first, last, x, weight_KC in _rows(x_BMC, weight_CK):
-            y = x[:, : last - first] * weight_KC[0]
-            for j, weight_C in enumerate(weight_KC[1:], 1):
-                y.addcmul_(x[:, j : j + last - first], weight_C)
-            y_BTC[:, first:last] = y
+            y = _convolved(x, weight_KC)
+            y_BTC[:, first:last] = silu(y, inplace=True) if activated else y
         return y_BTC
 
     @staticmethod
@@ -136,13 +141,23 @@ class _TapByTap(torch.autograd.Function):
         d_weight_KC = torch.zeros_like(weight_CK.mT, dtype=dx_BMC.dtype)
         for first, last, x, weight_KC in _rows(x_BMC, weight_CK):
             dy = dy_BTC[:, first:last].to(dx_BMC.dtype)
+            if ctx.activated:
+                dy = torch.ops.aten.silu_backward(dy, _convolved(x, weight_KC))
             for j, weight_C in enumerate(weight_KC):
                 dx_BMC[:, first + j : last + j].addcmul_(dy, weight_C)
                 d_weight_KC[j] += (dy * x[:, j : j + last - first]).sum((0, 1))
-        return dx_BMC.to(x_BMC.dtype), d_weight_KC.mT.to(weight_CK.dtype)
+        return dx_BMC.to(x_BMC.dtype), d_weight_KC.mT.to(weight_CK.dtype), None
 
 
 _tap_by_tap: Any = _TapByTap.apply
+
+
+def _convolved(x_BMC: Tensor, weight_KC: Tensor) -> Tensor:
+    T = x_BMC.shape[1] + 1 - len(weight_KC)
+    y_BTC = x_BMC[:, :T] * weight_KC[0]
+    for j, weight_C in enumerate(weight_KC[1:], 1):
+        y_BTC.addcmul_(x_BMC[:, j : j + T], weight_C)
+    return y_BTC
 
 
 def _rows(x_BMC: Tensor, weight_CK: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor]]:
@@ -161,11 +176,23 @@ def _last(x_MC: Tensor, rows: int) -> Tensor:
 
 
 def conv_of(
-    info: SequenceInfo, x_BTC: Tensor, weight_CK: Tensor, taps_NPC: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """`short_conv` of the documents of a call, and the rows of the final state that it requests."""
-    y_BTC, final_NPC = short_conv(
-        x_BTC, weight_CK, local=info.local, initial_NPC=info.pad_rows(taps_NPC),
-        output_final_state=bool(info.output_state), shard=info.shard,
-    )  # fmt: skip
-    return y_BTC, None if final_NPC is None else info.select_rows(final_NPC)
+    info: SequenceInfo,
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    taps_NPC: Tensor | None,
+    activated: bool = False,
+) -> tuple[Sequence[Tensor], Tensor | None]:
+    """`short_conv` of several tensors of tokens in the documents of a call, and the rows of the final state that it
+    requests. They share one state, of all channels. Each output is contiguous, so the next operator copies none."""
+    channels, taps_NPC = [len(weight_CK) for weight_CK in weights], info.pad_rows(taps_NPC)
+    if info.shard is not None:  # one exchange for all
+        xs, weights = [torch.cat(list(xs), -1)], [torch.cat(list(weights))]
+    before = [None] * len(xs) if taps_NPC is None else taps_NPC.split([len(weight_CK) for weight_CK in weights], -1)
+    convolved = [
+        short_conv(x_BTC, weight_CK, local=info.local, initial_NPC=before_NPC, activated=activated,
+                   output_final_state=bool(info.output_state), shard=info.shard)
+        for x_BTC, weight_CK, before_NPC in zip(xs, weights, before, strict=True)
+    ]  # fmt: skip
+    ys, finals = zip(*convolved, strict=True)
+    ys = ys[0].split(channels, -1) if info.shard is not None else ys
+    return ys, info.select_rows(torch.cat(finals, -1)) if info.output_state else None

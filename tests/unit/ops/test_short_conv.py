@@ -10,7 +10,7 @@ import torch
 from fla_core import fla_core
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import conv1d
+from torch.nn.functional import conv1d, silu
 
 from tost_lm.ops import short_conv as short_conv_module
 from tost_lm.ops.backends import choose
@@ -34,11 +34,13 @@ def convolved(x_TC: Tensor, weight_CK: Tensor) -> Tensor:
     return torch.stack([(weight_CK.T * padded[t : t + K]).sum(0) for t in range(T)])
 
 
-def by_torch(x_BMC: Tensor, weight_CK: Tensor) -> Tensor:
-    return conv1d(x_BMC.mT, weight_CK[:, None], groups=len(weight_CK)).mT
+def by_torch(x_BMC: Tensor, weight_CK: Tensor, activated: bool) -> Tensor:
+    y_BTC = conv1d(x_BMC.mT, weight_CK[:, None], groups=len(weight_CK)).mT
+    return silu(y_BTC) if activated else y_BTC
 
 
-def test_several_rows_at_a_time_are_as_accurate_as_torch(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("activated", [False, True])
+def test_several_rows_at_a_time_are_as_accurate_as_torch(activated: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(short_conv_module, "CPU_ELEMENTS", 8 * 8)
     exact = [torch.randn(2, 23, 4).double(), torch.randn(4, 3).double()]
     for dtype in (torch.float32, torch.bfloat16):
@@ -50,20 +52,21 @@ def test_several_rows_at_a_time_are_as_accurate_as_torch(monkeypatch: pytest.Mon
             (by_torch, [x.double() for x in drawn]),
         ):
             leaves = [x.detach().requires_grad_() for x in given]
-            y = convolve(*leaves)
+            y = convolve(leaves[0], leaves[1], activated)
             results.append((y, *gradients(y, leaves)))
         for ours, theirs, truth in zip(*results, strict=True):
             assert ours.dtype == dtype
             assert_as_accurate(ours, theirs, truth)
 
 
+@pytest.mark.parametrize("activated", [False, True])
 @pytest.mark.parametrize("offsets", [[0, 1], [0, 3], [0, 20], [0, 1, 2, 5, 12, 20]])
-def test_the_convolution_starts_afresh_at_documents(offsets: list[int]):
+def test_the_convolution_starts_afresh_at_documents(offsets: list[int], activated: bool):
     inputs = [torch.randn(1, offsets[-1], 4).double().requires_grad_(), torch.randn(4, 3).double().requires_grad_()]
-    y, final = short_conv(
-        *inputs, local=LocalDocuments.of(torch.tensor(offsets), 1, offsets[-1], None), output_final_state=True
-    )
+    local = LocalDocuments.of(torch.tensor(offsets), 1, offsets[-1], None)
+    y, final = short_conv(*inputs, local=local, output_final_state=True, activated=activated)
     expected = torch.cat([convolved(inputs[0][0, a:b], inputs[1]) for a, b in pairwise(offsets)])[None]
+    expected = silu(expected) if activated else expected
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(gradients(y, inputs), gradients(expected, inputs), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -76,11 +79,12 @@ def test_the_convolution_starts_afresh_at_documents(offsets: list[int]):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is used where there is no GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize(("with_state", "activated"), [(True, False), (True, True), (False, False), (False, True)])
 @pytest.mark.parametrize(("B", "T", "offsets"), [(2, 70, None), (3, 1, None), (1, 80, [0, 1, 3, 70, 80])])
 def test_the_kernel_is_as_accurate(
-    B: int, T: int, offsets: list[int] | None, with_state: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+    B: int, T: int, offsets: list[int] | None, with_state: bool, activated: bool, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
     """Outputs, states and the gradients of all inputs."""
     fla_core()
     from triton.runtime.autotuner import Autotuner
@@ -94,9 +98,11 @@ def test_the_kernel_is_as_accurate(
         x, weight, state = leaves = [value.to(dtype).requires_grad_() for value in drawn]
         before = state if with_state else None
         if kernel:
-            y, final = short_conv_module._by_fla(x, weight, before, local, output_final_state=True)
+            y, final = short_conv_module._by_fla(x, weight, before, local, True, activated)
         else:
-            y, final = short_conv(x, weight, local=local, initial_NPC=before, output_final_state=True)
+            y, final = short_conv(
+                x, weight, local=local, initial_NPC=before, output_final_state=True, activated=activated
+            )
         assert final is not None
         weights = [torch.randn(r.shape, generator=torch.Generator().manual_seed(1)).to(dtype) for r in (y, final)]
         return [y, final, *torch.autograd.grad([y, final], leaves[: 2 + with_state], weights)]

@@ -32,12 +32,16 @@ from tost_lm.ops.precision import running_dtype, statistics_dtype
 
 
 def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor, local: LocalDocuments
-) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, V] and the final state [n, H, K, V] in the dtype of `initial`."""
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor | None,
+    local: LocalDocuments, with_final: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """As `fla.delta_rule`; with `initial`, the final state is in its dtype."""
     query_M, key_M, value_M, log_decay_M, beta_M = (x.flatten(0, 1) for x in (query, key, value, log_decay, beta))
+    if initial is None:
+        shape = len(local.lengths), *value_M.shape[1:2], key.shape[-1], value.shape[-1]
+        initial = value.new_zeros(shape, dtype=running_dtype(value.device))
     y_MHV, final_nHKV = delta_rule_chunks(query_M, key_M, value_M, log_decay_M, beta_M, initial, local.lengths)
-    return y_MHV.view_as(value), final_nHKV
+    return y_MHV.view_as(value), final_nHKV if with_final else None
 
 
 def delta_rule_chunks(

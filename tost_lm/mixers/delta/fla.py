@@ -22,6 +22,7 @@ from tost_lm.mixers.delta import chunked
 from tost_lm.mixers.delta.settings import DeltaSizes
 from tost_lm.ops.backends import HALF_PRECISION, not_installed, obstacle_to_kernels
 from tost_lm.ops.layout import LocalDocuments, fla_documents
+from tost_lm.ops.precision import running_dtype
 
 LARGEST_KEY = 256
 RECURRENT_TOKENS = 64
@@ -34,8 +35,9 @@ Relative errors of bfloat16 are below 0.02, those of wrong kernels 0.5."""
 
 
 def obstacle(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor, local: LocalDocuments
-) -> str | None:
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor | None,
+    local: LocalDocuments, with_final: bool = True,
+) -> str | None:  # fmt: skip
     """The reason why the kernels cannot run this call of `delta_rule`, or None."""
     if key.shape[-1] > LARGEST_KEY:
         return f"keys have {key.shape[-1]} channels, but its kernels support up to {LARGEST_KEY}"
@@ -112,7 +114,7 @@ def gradient_error(device: torch.device, sizes: DeltaSizes, of_channels: bool = 
     weights = draw(1, M, H, V), draw(2, H, K, V).float()
     local = LocalDocuments.of(torch.tensor([0, 70, M]), 1, M, None)
 
-    def gradients(rule: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype | None) -> Sequence[Tensor]:
+    def gradients(rule: Callable[..., tuple[Tensor, Any]], dtype: torch.dtype | None) -> Sequence[Tensor]:
         leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
         with torch.enable_grad():
             y, final = rule(*leaves, local)
@@ -122,14 +124,16 @@ def gradient_error(device: torch.device, sizes: DeltaSizes, of_channels: bool = 
     return max(float(vector_norm(a.float() - b) / vector_norm(b)) for a, b in pairs)
 
 
-def needs_gradient(*inputs: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+def needs_gradient(*inputs: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor, local: LocalDocuments
-) -> tuple[Tensor, Tensor]:
-    """y [B, T, H, V] and the final state [N, H, K, V] in the dtype of `initial`; the kernels' states are float32.
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, initial: Tensor | None,
+    local: LocalDocuments, with_final: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """y [B, T, H, V] and, if wanted, the final state [N, H, K, V] in the dtype of running sums; the kernels' states are
+    float32. Without `initial` documents start empty.
 
     Queries and keys are rounded to the dtype of the values.
     """
@@ -157,8 +161,8 @@ def delta_rule(
         g=log_decay.float().contiguous(),
         beta=beta.float().contiguous(),
         scale=1.0,
-        initial_state=initial.float().contiguous(),
-        output_final_state=True,
+        initial_state=None if initial is None else initial.float().contiguous(),
+        output_final_state=with_final,
         **documents,
     )
-    return y, final.to(initial.dtype)
+    return y, final.to(running_dtype(y.device)) if with_final else None

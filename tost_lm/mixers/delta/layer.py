@@ -33,7 +33,7 @@ class DeltaState(NamedTuple):
     memory: Tensor
     """S, [N, H, K, V], in the dtype of running sums."""
     taps: Tensor
-    """The last tokens before the convolution, [N, CONV_TAPS − 1, E]."""
+    """The last tokens before the convolution, [N, CONV_TAPS − 1, E]: queries and keys of all heads, then values."""
 
 
 class DeltaMixer(TokenMixer):
@@ -71,16 +71,17 @@ class DeltaMixer(TokenMixer):
         """Mix the tokens, given the state after earlier tokens. One token per document uses the recurrent form."""
         projected = self.in_proj(x_BTC).unflatten(-1, (self.key_heads, -1))
         tokens, gate, beta, step = projected.split(self.sizes, -1)
-        tokens_BTE, taps = self.eager(conv_of, info, tokens.flatten(-2), self.conv, state.taps if state else None)
-        K, heads = self.key_size, (self.heads, self.value_size)
-        parts = tokens_BTE.unflatten(-1, (self.key_heads, -1)).split([K, K, self.sizes[1]], -1)
-        query, key, value = (silu(part) for part in parts)  # a compiled block would store that of the whole
+        parts, K, heads = [2 * self.key_size, self.sizes[1]], self.key_size, (self.heads, self.value_size)
+        xs = [x.flatten(-2) for x in tokens.split(parts, -1)]
+        weights = [x.flatten(0, 1) for x in self.conv.unflatten(0, (self.key_heads, -1)).split(parts, 1)]
+        (keys_BTE, value_BTE), taps = self.eager(conv_of, info, xs, weights, state.taps if state else None, True)
+        query, key = keys_BTE.unflatten(-1, (self.key_heads, -1)).chunk(2, -1)
         log_decay, beta_BTH = self.rates(step.flatten(-2), beta.flatten(-2))
-        query, key, value = unit_length(query, scale=K**-0.5), unit_length(key), value.flatten(-2).unflatten(-1, heads)
+        query, key, value = unit_length(query, scale=K**-0.5), unit_length(key), value_BTE.unflatten(-1, heads)
         memory = state.memory if state else None
         y_BTHV, memory = self.eager(_delta_rule, info, query, key, value, log_decay, beta_BTH, memory)
         y_BTHV = rms_norm(y_BTHV, heads[1:], eps=self.norm_epsilon) * self.norm
-        gate_BTHV = gate.flatten(-2).unflatten(-1, heads)
+        gate_BTHV = gate.flatten(-2).unflatten(-1, heads)  # a copy: a view would keep all that is projected
         y_BTHV = y_BTHV * (gate_BTHV.sigmoid() if self.of_channels else silu(gate_BTHV))
         return self.out_proj(y_BTHV.flatten(-2)), DeltaState(memory, taps) if taps is not None else None
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,12 +59,15 @@ def delta_rule(
             x if statistics_dtype(x) == dtype else x.to(dtype) for x in (query, key, log_decay, beta)
         )
         log_decay = _Finite.apply(log_decay)
-        initial = initial_states(initial_state, [N, H, K, V], like=value)
         inputs = query, key, value, log_decay, beta
 
-        def scan(before: Tensor) -> tuple[Tensor, Tensor]:
-            call = *inputs, before, local
+        def scan(before: Tensor | None, with_final: bool = True) -> tuple[Tensor, Any]:
+            call = *inputs, before, local, with_final
             return choose(BACKENDS, *call)(*call)
+
+        if initial_state is None and shard is None:
+            return scan(None, output_final_state)  # a state of zeros would be written, rounded and read
+        initial = initial_states(initial_state, [N, H, K, V], like=value)
 
         def maps(tokens: slice, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
             key_M, value_M, log_decay_M, beta_M = (x.flatten(0, 1)[tokens] for x in inputs[1:])

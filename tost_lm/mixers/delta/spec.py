@@ -6,13 +6,13 @@ Operations one token at a time, in a value head: the decay K·V, what the state 
 2·K·V and the output 2·K·V; the backward has twice as many. The convolution has 2·4 − 1 for a channel, 4·4 − 1 backward.
 Smaller terms are not counted. Chunks execute more, as products of matrices.
 
-Autograd stores, in bytes per token: the convolution's input, with 3 tokens before each row, and its output, e·E each;
-queries and keys before they are normalized 8·h·K in bfloat16, while in float32 they keep the memory of the values, e·E;
-normalized 8·h·K; what the state lacks of the values 4·H·V; the output's norm 4·H·V and e·H·V each for input, scale,
-gate (not for that of a sigmoid), product and the input of the output projection; 12·H for write strengths, 12·H for
-decays or 12·H·K for those of channels, 16·h for lengths; a state 4·H·K·V for each group of chunks. With several
-sequence ranks, the maps of their tokens store 4·H·(K + V) and a state 4·H·K·(K + V) for each group; on a GPU also
-(e + 1)·h·K + H·(K + V + 10) for inputs without those that are not finite, and which ones these are.
+Autograd stores, in bytes per token: the convolution's input, with 3 tokens before each row, and on a GPU its output,
+e·E each; queries and keys before they are normalized 8·h·K, in float32 the output of the convolution; normalized 8·h·K;
+what the state lacks of the values 4·H·V; the output's norm 4·H·V and e·H·V each for input, scale, gate (not for that of
+a sigmoid), product and the input of the output projection; 12·H for write strengths, 12·H for decays or 12·H·K for
+those of channels, 16·h for lengths; a state 4·H·K·V for each group of chunks. With several sequence ranks, the maps of
+their tokens store 4·H·(K + V) and a state 4·H·K·(K + V) for each group; on a GPU also (e + 1)·h·K + H·(K + V + 10) for
+inputs without those that are not finite, and which ones these are.
 
 PyTorch computes these maps, also where kernels compute the rest, on a GPU those of pieces of a row at once: a forward
 launches 8 operations for each chunk of a piece, 34 for each group of chunks, 3 to join a piece to those before it and
@@ -143,7 +143,7 @@ def _stored_bytes(sizes: DeltaSizes, load: Load) -> float:
         group_tokens = min(_group_tokens(sizes, load, _pieces(sizes, load)), load.tokens_here)
         maps = 4 * H * (K + V) + 4 * H * K * (K + V) / group_tokens
         maps += 0 if load.on_cpu else (e + 1) * h * K + H * (K + V + 10)
-    convolved = e * sizes.convolved * (2 + (CONV_TAPS - 1) / load.tokens_here)
+    convolved = e * sizes.convolved * (2 - load.on_cpu + (CONV_TAPS - 1) / load.tokens_here)
     keys = (8 + (8 if load.on_cpu else 2 * e)) * h * K
     gated = 5 - load.shape.own.decay_per_channel
     return convolved + keys + (8 + gated * e) * H * V + 12 * H * (1 + _decays(load.shape)) + 16 * h + states + maps

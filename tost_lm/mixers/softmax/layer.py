@@ -103,7 +103,7 @@ class SoftmaxMixer(TokenMixer):
             return projected_BTE, None
         queries, keys = self.head_size * self.heads, len(self.conv)
         q, k, v = projected_BTE.split([queries, keys, projected_BTE.shape[-1] - queries - keys], -1)
-        k, taps_NPE = self.eager(conv_of, info, k, self.conv, taps_NPE)
+        (k,), taps_NPE = self.eager(conv_of, info, [k], [self.conv], taps_NPE)
         return torch.cat([q, k, v], -1), taps_NPE
 
     def _attend(

@@ -88,7 +88,9 @@ def causal_tssa(
         dtype = statistics_dtype(w)
         bias_BHT = None if bias is None else bias.to(dtype).expand(B, H, T)
         initial = [] if state is None else [x.to(torch.promote_types(x.dtype, dtype)) for x in state]
-        phases, scan = import_module(choose(BACKENDS, w, name=backend)), partial(carries, shard, local)
+        phases = import_module(choose(BACKENDS, w, name=backend))
+        alone = shard is None and heads is None and hasattr(phases, "all_phases")
+        scan = None if alone else partial(carries, shard, local)
         w_MHD = w.reshape(B * T, H, D).contiguous()
         layout = document_layout(local.offsets, phases.chunk_tokens(H, D, w.device), w.device)
         y_MHD, *final = CausalTssa.apply(phases, scan, layout, heads, w_MHD, temp.to(dtype), bias_BHT, *initial)  # pyright: ignore[reportGeneralTypeIssues]

@@ -15,7 +15,7 @@ token; so R1 sums later tokens only. Where S1 is below its floor, the floor repl
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -68,10 +68,17 @@ class Chunk:
 
 def chunks(inputs: Inputs) -> Iterator[Chunk]:
     """All chunks. The next chunk reuses the scratch memory of this one."""
+    for document in documents(inputs):
+        yield from document
+
+
+def documents(inputs: Inputs, newest_first: bool = False) -> Iterator[Iterator[Chunk]]:
+    """The chunks of each document in turn."""
     scratch: list[Tensor] = []
-    starts_and_ends = zip(inputs.layout.start_K.tolist(), inputs.layout.end_K.tolist(), strict=True)
-    for index, (start, end) in enumerate(starts_and_ends):
-        yield Chunk(index, start, end, inputs, scratch)
+    starts, ends = inputs.layout.start_K.tolist(), inputs.layout.end_K.tolist()
+    for first, last in pairwise(inputs.layout.first_chunk_N1.tolist()):
+        indices = range(first, last)[:: -1 if newest_first else 1]
+        yield (Chunk(index, starts[index], ends[index], inputs, scratch) for index in indices)
 
 
 def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
@@ -96,10 +103,7 @@ def memberships(inputs: Inputs, energy_KHD: Tensor) -> tuple[Tensor, Sums, Sums]
     z_MH = w_MHD.new_empty(w_MHD.shape[:2], dtype=statistics_dtype(w_MHD))
     for chunk in chunks(inputs):
         w = chunk.read(w_MHD)
-        w_sq, energy_t = chunk.product(w, w), chunk.product(w, w)
-        running_sum_(energy_t, energy_KHD[chunk.index])
-        shares_tH = torch.div(w_sq, energy_t.clamp_min_(ENERGY_FLOOR), out=energy_t).sum(-1)
-        z_MH[chunk.tokens] = inputs.temp_H * chunk.scores(shares_tH)
+        z_MH[chunk.tokens] = scores(chunk, chunk.product(w, w), energy_KHD[chunk.index])
     pi_MH = (inputs.softmax or HeadSoftmax()).forward(z_MH)
     weighted_KHD = _rows(inputs)
     mass_KH = torch.empty_like(weighted_KHD[..., 0])
@@ -116,10 +120,7 @@ def output(inputs: Inputs, stored: Stored) -> Tensor:
     for chunk in chunks(inputs):
         w, pi = chunk.read(inputs.w_MHD), stored.pi_MH[chunk.tokens]
         weighted = chunk.product(w, w).mul_(pi[..., None])
-        running_sum_(weighted, stored.weighted_KHD[chunk.index])
-        mass = pi.cumsum(0) + stored.mass_KH[chunk.index] + MASS_FLOOR
-        y = torch.mul(w, (-pi * mass)[..., None], out=chunk.new()).div_(weighted.add_(mass[..., None]))
-        y_MHD[chunk.tokens] = y
+        write_output(chunk, y_MHD, w, pi, weighted, stored.weighted_KHD[chunk.index], stored.mass_KH[chunk.index])
     return y_MHD
 
 
@@ -142,8 +143,7 @@ def memberships_backward(
     for chunk in chunks(inputs):
         out = output_gradients(chunk, dy_MHD, stored)
         running_sum_(out.d_weighted, d_weighted_KHD[chunk.index], newest_first=True)
-        d_mass = out.d_mass.flip(0).cumsum(0).flip(0) + d_mass_KH[chunk.index]
-        d_pi_MH[chunk.tokens] = chunk.product(out.d_weighted, out.w_sq).sub_(out.dy_a_w).sum(-1) + d_mass
+        d_pi_MH[chunk.tokens] = membership_gradients(chunk, out, d_mass_KH[chunk.index])
     d_z_MH = (inputs.softmax or HeadSoftmax()).backward(stored.pi_MH, d_pi_MH)
     d_energy_KHD = _rows(inputs)
     d_temp_H = torch.zeros_like(inputs.temp_H)
@@ -161,18 +161,89 @@ def energy_backward(
     """(a′) dw [M, H, D] in w's dtype, given R1 and R2 after each chunk."""
     dw_MHD = torch.empty_like(inputs.w_MHD)
     for chunk in chunks(inputs):
-        k, pi = chunk.index, stored.pi_MH[chunk.tokens]
         out = output_gradients(chunk, dy_MHD, stored)
-        running_sum_(out.d_weighted, d_weighted_KHD[k], newest_first=True)
-        score = score_gradients(chunk, d_z_MH[chunk.tokens], out.w_sq, stored.energy_KHD[k])
-        running_sum_(score.d_energy, d_energy_KHD[k], newest_first=True)
-        # R1 at a token is the sum from the next token on. It is read there, because a subtraction would cancel.
-        through_w_sq = out.d_weighted.mul_(pi[..., None]).sub_(score.minus_d_w_sq)
-        through_w_sq[:-1] += score.d_energy[1:]
-        through_w_sq[-1] += d_energy_KHD[k]
-        w, dy_a = chunk.read(inputs.w_MHD), out.dy_a.mul_(-pi[..., None])
-        dw_MHD[chunk.tokens] = torch.addcmul(dy_a, through_w_sq, w, value=2, out=dy_a)
+        running_sum_(out.d_weighted, d_weighted_KHD[chunk.index], newest_first=True)
+        score = score_gradients(chunk, d_z_MH[chunk.tokens], out.w_sq, stored.energy_KHD[chunk.index])
+        write_input_gradient(chunk, dw_MHD, stored.pi_MH[chunk.tokens], out, score, d_energy_KHD[chunk.index])
     return dw_MHD
+
+
+# --- All phases in one pass over the chunks, where no rank has other tokens or heads. The results are the same.
+
+
+def all_phases(inputs: Inputs, initial_N: Sequence[Tensor]) -> tuple[Tensor, Stored, list[Tensor]]:
+    """y [M, H, D], what the backward reads, and the final statistics (none without initial ones)."""
+    y_MHD, softmax = torch.empty_like(inputs.w_MHD), HeadSoftmax()
+    pi_MH = y_MHD.new_empty(y_MHD.shape[:2], dtype=statistics_dtype(y_MHD))
+    sums = _Running(inputs, initial_N)
+    for document in documents(inputs):
+        for chunk in document:
+            w, (energy, weighted, mass) = chunk.read(inputs.w_MHD), sums.before()
+            w_sq = chunk.product(w, w)
+            energy_here = w_sq.sum(0)
+            pi_MH[chunk.tokens] = pi = softmax.forward(scores(chunk, w_sq, energy))
+            terms = w_sq.mul_(pi[..., None])
+            sums.add(energy_here, terms.sum(0), pi.sum(0))
+            write_output(chunk, y_MHD, w, pi, terms, weighted, mass)
+        sums.end_document()
+    return y_MHD, Stored(pi_MH, *sums.of_chunks()), sums.finals()
+
+
+def all_phases_backward(
+    dy_MHD: Tensor, inputs: Inputs, stored: Stored, d_final_N: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """dw [M, H, D], dz [M, H], and the gradients of temp [H] and of the initial statistics."""
+    dw_MHD, d_z_MH, softmax = torch.empty_like(inputs.w_MHD), torch.empty_like(stored.pi_MH), HeadSoftmax()
+    d_temp_KH = [inputs.temp_H] * len(stored.mass_KH)
+    sums = _Running(inputs, d_final_N)
+    for document in documents(inputs, newest_first=True):
+        for chunk in document:
+            pi, (d_energy, d_weighted, d_mass) = stored.pi_MH[chunk.tokens], sums.before()
+            out = output_gradients(chunk, dy_MHD, stored)
+            d_weighted_here = out.d_weighted.sum(0)
+            running_sum_(out.d_weighted, d_weighted, newest_first=True)
+            d_z_MH[chunk.tokens] = d_z = softmax.backward(pi, membership_gradients(chunk, out, d_mass))
+            score = score_gradients(chunk, d_z, out.w_sq, stored.energy_KHD[chunk.index])
+            d_temp_KH[chunk.index] = score.d_temp
+            sums.add(score.d_energy.sum(0), d_weighted_here, out.d_mass.sum(0))
+            write_input_gradient(chunk, dw_MHD, pi, out, score, d_energy)
+        sums.end_document()
+    return dw_MHD, d_z_MH, sum(d_temp_KH, torch.zeros_like(inputs.temp_H)), sums.finals()
+
+
+class _Running:
+    """Sums of S1, S2 and N, or of their gradients, over the chunks of a document so far, on top of what is outside."""
+
+    def __init__(self, inputs: Inputs, outside_N: Sequence[Tensor]):
+        """`outside_N`: of each document; empty: 0."""
+        w_MHD = inputs.w_MHD
+        self._outside_N, self._dtype = outside_N, statistics_dtype(w_MHD)
+        zeros_HD = w_MHD.new_zeros(w_MHD.shape[1:], dtype=running_dtype(w_MHD.device))
+        self._zeros = zeros_HD, zeros_HD, zeros_HD[:, 0]
+        self._sums, self._documents, self._of_chunks = self._zeros, [], []
+
+    def before(self) -> Sequence[Tensor]:
+        sums = [x.to(self._dtype) for x in self._sums]
+        if self._outside_N:
+            sums = [x + outside_N[len(self._documents)] for x, outside_N in zip(sums, self._outside_N, strict=True)]
+        self._of_chunks.append(sums)
+        return sums
+
+    def add(self, *terms: Tensor) -> None:
+        self._sums = [x + term for x, term in zip(self._sums, terms, strict=True)]
+
+    def end_document(self) -> None:
+        self._documents.append([x.to(self._dtype) for x in self._sums])
+        self._sums = self._zeros
+
+    def of_chunks(self) -> Iterator[Tensor]:
+        return map(torch.stack, zip(*self._of_chunks, strict=True))
+
+    def finals(self) -> list[Tensor]:
+        if not self._outside_N:
+            return []
+        here_N = map(torch.stack, zip(*self._documents, strict=True))
+        return [outside_N + x_N for outside_N, x_N in zip(self._outside_N, here_N, strict=True)]
 
 
 # --- Functions of one chunk: [t, H, D] and [t, H]. Tensors of w's size are in the chunk's scratch memory.
@@ -219,6 +290,27 @@ def running_sum_(x: Tensor, carry: Tensor, newest_first: bool = False) -> None:
         running_sum_(rest, sums_of_groups[-1])
 
 
+def scores(chunk: Chunk, w_sq: Tensor, energy_before: Tensor) -> Tensor:
+    """z [t, H], given S1 before the chunk."""
+    energy = chunk.new().copy_(w_sq)
+    running_sum_(energy, energy_before)
+    _set_floor_(energy)
+    return chunk.inputs.temp_H * chunk.scores(torch.div(w_sq, energy, out=energy).sum(-1))
+
+
+def write_output(
+    chunk: Chunk, y_MHD: Tensor, w: Tensor, pi: Tensor, weighted: Tensor, weighted_before: Tensor, mass_before: Tensor
+) -> None:
+    """Given Π·w², which changes, and S2 and N before the chunk."""
+    running_sum_(weighted, weighted_before)
+    mass = pi.cumsum(0) + mass_before + MASS_FLOOR
+    y = y_MHD[chunk.tokens]
+    scratch = y if y.dtype == w.dtype else chunk.new()
+    torch.mul(w, (-pi * mass)[..., None], out=scratch).div_(weighted.add_(mass[..., None]))
+    if scratch is not y:
+        y.copy_(scratch)
+
+
 class OutputGradients(NamedTuple):
     """Gradients computed from dy, and w². The gradients of S2 and N are the terms of each token."""
 
@@ -246,6 +338,12 @@ def output_gradients(chunk: Chunk, dy_MHD: Tensor, stored: Stored) -> OutputGrad
     return OutputGradients(w_sq, dy_a, dy_a_w, q, -weighted.mul_(q).sum(-1) / mass)
 
 
+def membership_gradients(chunk: Chunk, out: OutputGradients, d_mass_after: Tensor) -> Tensor:
+    """dΠ [t, H], given R2 in place of its terms, and RN after the chunk."""
+    d_mass = out.d_mass.flip(0).cumsum(0).flip(0) + d_mass_after
+    return (chunk.product(out.d_weighted, out.w_sq).sub_(out.dy_a_w).sum(-1) + d_mass).to(out.w_sq.dtype)
+
+
 class ScoreGradients(NamedTuple):
     """Gradients of w² and S1, computed from dz."""
 
@@ -261,15 +359,40 @@ def score_gradients(chunk: Chunk, d_z: Tensor, w_sq: Tensor, energy_before: Tens
     """Given S1 before the chunk."""
     energy = chunk.new().copy_(w_sq)
     running_sum_(energy, energy_before)
-    # S1 never decreases, so if any token is below the floor, the chunk's first is.
-    constant = energy < ENERGY_FLOOR if bool((energy[0] < ENERGY_FLOOR).any()) else None
-    share = torch.div(w_sq, energy.clamp_min_(ENERGY_FLOOR), out=chunk.new())
+    constant = _set_floor_(energy)
+    share = torch.div(w_sq, energy, out=chunk.new())
     d_temp = (d_z * chunk.scores(share.sum(-1))).sum(0)
     minus_d_share = torch.div(-(chunk.inputs.temp_H * d_z)[..., None], energy, out=energy)
     if constant is not None:
         share.masked_fill_(constant, 0)
     d_energy = share.mul_(minus_d_share)
     return ScoreGradients(minus_d_share.sub_(d_energy), d_energy, d_temp)
+
+
+def write_input_gradient(
+    chunk: Chunk, dw_MHD: Tensor, pi: Tensor, out: OutputGradients, score: ScoreGradients, d_energy_after: Tensor
+) -> None:
+    """Given R2 in place of its terms, and R1 after the chunk."""
+    running_sum_(score.d_energy, d_energy_after, newest_first=True)
+    # R1 at a token is the sum from the next token on. It is read there, because a subtraction would cancel.
+    through_w_sq = out.d_weighted.mul_(pi[..., None]).sub_(score.minus_d_w_sq)
+    through_w_sq[:-1] += score.d_energy[1:]
+    through_w_sq[-1] += d_energy_after
+    dw, dy_a = dw_MHD[chunk.tokens], out.dy_a.mul_(-pi[..., None])
+    scratch = dw if dw.dtype == dy_a.dtype else dy_a
+    torch.addcmul(dy_a, through_w_sq, chunk.read(chunk.inputs.w_MHD), value=2, out=scratch)
+    if scratch is not dw:
+        dw.copy_(scratch)
+
+
+def _set_floor_(energy: Tensor) -> Tensor | None:
+    """Which S1 are below the floor and were replaced; None: none are."""
+    # S1 never decreases, so if any token is below the floor, the chunk's first is.
+    if not bool((energy[0] < ENERGY_FLOOR).any()):
+        return None
+    below = energy < ENERGY_FLOOR
+    energy.clamp_min_(ENERGY_FLOOR)
+    return below
 
 
 def _rows(inputs: Inputs) -> Tensor:

@@ -15,10 +15,11 @@ A backend is a module with the functions of `chunked`. Shapes: M = B·T tokens o
 head, N documents, K chunks (`Layout`). Statistics, scores and memberships are float32, or float64 for float64 inputs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,46 +118,68 @@ class CausalTssa(torch.autograd.Function):
     """apply(backend, scan, layout, softmax, w_MHD, temp_H, bias_BHT, energy, …) → y, energy, …
 
     The statistics have a row for each of the N documents of the whole sequences. Without statistics, none are returned.
-    `scan` is `carries` for these documents.
+    `scan` is `carries` for these documents; None: all tokens and heads are here, and the backend runs its phases in one
+    pass over the chunks (`all_phases`).
     """
 
     @staticmethod
     def forward(ctx, backend: ModuleType, scan, layout: Layout, softmax, w_MHD, temp_H, bias_BHT, *initial):
         inputs = Inputs(w_MHD, layout, temp_H, bias_BHT, softmax)
         with one_thread(w_MHD.device):
-            energy: Sums = backend.energy(inputs)
-            [energy_n], final_energy = scan(initial[:1], energy.document)
-            energy_KHD = energy.with_carry(energy_n, layout)
-            pi_MH, weighted, mass = backend.memberships(inputs, energy_KHD)
-            [weighted_n, mass_n], finals = scan(initial[1:], weighted.document, mass.document)
-            stored = Stored(pi_MH, energy_KHD, weighted.with_carry(weighted_n, layout), mass.with_carry(mass_n, layout))
-            y_MHD = backend.output(inputs, stored)
+            if scan is None:
+                y_MHD, stored, finals = backend.all_phases(inputs, initial)
+            else:
+                y_MHD, stored, finals = _in_phases(backend, scan, inputs, initial)
         ctx.save_for_backward(w_MHD, temp_H, bias_BHT, *stored)
         ctx.backend, ctx.scan, ctx.layout, ctx.softmax = backend, scan, layout, softmax
-        return y_MHD, *final_energy, *finals
+        return y_MHD, *finals
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_MHD, *d_final):  # pyright: ignore[reportIncompatibleMethodOverride]
         w_MHD, temp_H, bias_BHT, *stored = ctx.saved_tensors
         inputs, stored = Inputs(w_MHD, ctx.layout, temp_H, bias_BHT, ctx.softmax), Stored(*stored)
-        backend, layout = ctx.backend, ctx.layout
         with torch.autocast(w_MHD.device.type, enabled=False), one_thread(w_MHD.device):
-            dy_MHD = dy_MHD.contiguous()
-            d_weighted, d_mass = backend.output_backward(dy_MHD, inputs, stored)
-            here_n = d_weighted.document, d_mass.document
-            [d_weighted_n, d_mass_n], d_initials = ctx.scan(d_final[1:], *here_n, reverse=True)
-            d_weighted_KHD, d_mass_KH = d_weighted.with_carry(d_weighted_n, layout), d_mass.with_carry(d_mass_n, layout)
-            d_z_MH, d_temp_H, d_energy = backend.memberships_backward(dy_MHD, inputs, stored, d_weighted_KHD, d_mass_KH)
-            [d_energy_n], d_energy_N = ctx.scan(d_final[:1], d_energy.document, reverse=True)
-            d_energy_KHD = d_energy.with_carry(d_energy_n, layout)
-            dw_MHD = backend.energy_backward(dy_MHD, inputs, stored, d_z_MH, d_energy_KHD, d_weighted_KHD)
+            in_phases = partial(_backward_in_phases, ctx.backend, ctx.scan)
+            run = ctx.backend.all_phases_backward if ctx.scan is None else in_phases
+            dw_MHD, d_z_MH, d_temp_H, d_initial = run(dy_MHD.contiguous(), inputs, stored, d_final)
             d_bias_BHT = None
             if bias_BHT is not None:
                 B, _, T = bias_BHT.shape
                 d_bias_MH = w_MHD.shape[-1] * temp_H * d_z_MH
                 d_bias_BHT = d_bias_MH.unflatten(0, (B, T)).transpose(1, 2)
-        return None, None, None, None, dw_MHD, d_temp_H, d_bias_BHT, *d_energy_N, *d_initials
+        return None, None, None, None, dw_MHD, d_temp_H, d_bias_BHT, *d_initial
+
+
+def _in_phases(
+    backend: ModuleType, scan: Callable[..., Any], inputs: Inputs, initial: Sequence[Tensor]
+) -> tuple[Tensor, Stored, list[Tensor]]:
+    """y, what the backward reads, and the final statistics."""
+    layout = inputs.layout
+    energy: Sums = backend.energy(inputs)
+    [energy_n], final_energy = scan(initial[:1], energy.document)
+    energy_KHD = energy.with_carry(energy_n, layout)
+    pi_MH, weighted, mass = backend.memberships(inputs, energy_KHD)
+    [weighted_n, mass_n], finals = scan(initial[1:], weighted.document, mass.document)
+    stored = Stored(pi_MH, energy_KHD, weighted.with_carry(weighted_n, layout), mass.with_carry(mass_n, layout))
+    return backend.output(inputs, stored), stored, [*final_energy, *finals]
+
+
+def _backward_in_phases(
+    backend: ModuleType, scan: Callable[..., Any], dy_MHD: Tensor, inputs: Inputs, stored: Stored,
+    d_final: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """The gradients of w, of the scores, of temp and of the initial statistics."""
+    layout = inputs.layout
+    d_weighted, d_mass = backend.output_backward(dy_MHD, inputs, stored)
+    here_n = d_weighted.document, d_mass.document
+    [d_weighted_n, d_mass_n], d_initials = scan(d_final[1:], *here_n, reverse=True)
+    d_weighted_KHD, d_mass_KH = d_weighted.with_carry(d_weighted_n, layout), d_mass.with_carry(d_mass_n, layout)
+    d_z_MH, d_temp_H, d_energy = backend.memberships_backward(dy_MHD, inputs, stored, d_weighted_KHD, d_mass_KH)
+    [d_energy_n], d_energy_N = scan(d_final[:1], d_energy.document, reverse=True)
+    d_energy_KHD = d_energy.with_carry(d_energy_n, layout)
+    dw_MHD = backend.energy_backward(dy_MHD, inputs, stored, d_z_MH, d_energy_KHD, d_weighted_KHD)
+    return dw_MHD, d_z_MH, d_temp_H, [*d_energy_N, *d_initials]
 
 
 class SoftmaxOverHeads(torch.autograd.Function):

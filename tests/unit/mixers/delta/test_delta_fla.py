@@ -36,9 +36,13 @@ def test_the_recurrent_kernel_agrees_in_the_interpreter(
     state = torch.randn(len(local.whole_lengths), 4, 6, 5).double()
     expected, expected_final = delta_rule(*inputs, local=local, initial_state=state, output_final_state=True)
     y, final = fla.delta_rule(*inputs, state, local)
+    assert final is not None
     assert final.dtype == torch.float64
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(final, expected_final, rtol=1e-6, atol=1e-6)
+    empty, no_final = fla.delta_rule(*inputs, None, local, False)
+    assert no_final is None
+    torch.testing.assert_close(empty, delta_rule(*inputs, local=local)[0], rtol=1e-6, atol=1e-6)
 
 
 def obstacle(device: str, dtype: torch.dtype, size: int, *, trained: bool = True) -> str | None:
