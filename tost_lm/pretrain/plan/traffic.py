@@ -243,8 +243,6 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     results for other ranks in a second one. Maps of states are gathered in groups instead, then between groups.
     """
     tensor, n, e = config.parallel.tensor, tiles(config), ELEMENT_BYTES[config.train.dtype]
-    # `keep_received` does not see into graphs: backwards receive again.
-    again = is_computed_again(config) and config.train.compile
     send = partial(Collectives, ranks=config.parallel.sequence, stride=tensor)
     tokens, twice = micro_batch_tokens(config), fraction_computed_twice(config)
     rows = 1 if config.data.packing == "best-fit" else config.train.micro_batch_size
@@ -253,7 +251,7 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
     for spec, shape in config.model.mixers:
         load, kept = load_of(config, spec), spec.kept_tokens(shape)
         costs, layers = spec.costs(load), config.micro_batches * config.model.letters.count(spec.letter)
-        each, forwards, in_groups = rows * layers / tensor, n * (1 + again) + n - 1, costs.grouped[0] > 0
+        each, forwards, in_groups = rows * layers / tensor, 2 * n - 1, costs.grouped[0] > 0
 
         calls = costs.exchanges * layers * (forwards + n)
         kind, at_once, copies = ("all-gather", 1, 1) if load.gathers else ("all-to-all", 2, load.exchanged_rows)

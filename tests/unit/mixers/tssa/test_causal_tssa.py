@@ -57,7 +57,7 @@ def test_a_backend_that_cannot_run_gives_the_reason():
 
 def test_a_cpu_operator_stays_in_the_calling_thread(monkeypatch: pytest.MonkeyPatch):
     threads, seen = torch.get_num_threads(), []
-    for name in ("output", "energy_backward"):
+    for name in ("all_phases", "all_phases_backward"):
         run = getattr(chunked, name)
         seen_by = lambda *arguments, run=run: seen.append(torch.get_num_threads()) or run(*arguments)
         monkeypatch.setattr(chunked, name, seen_by)

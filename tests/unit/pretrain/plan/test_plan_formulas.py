@@ -92,15 +92,6 @@ def test_muon_keeps_one_momentum_of_each_matrix():
     assert layouts == {(1, 0)}
 
 
-def test_compiled_blocks_that_are_computed_again_receive_again():
-    words = ("parallel.sequence=8", "memory.activation_checkpointing=full")
-    kept, again = (
-        next(x for x in traffic.collectives(planned(BASE, *words, *more)) if "statistics" in x.content)
-        for more in ([], ["train.compile=true"])
-    )
-    assert (again.calls, again.input_bytes) == (1.5 * kept.calls, 1.5 * kept.input_bytes)
-
-
 def test_links_between_nodes_are_shared_by_the_groups_of_a_node():
     cluster, second = planned(BASE, "cluster.nodes=2", "cluster.achieved_bandwidth=1").cluster, pytest.approx(1, 1e-3)
     inside = traffic.Collectives("x", "all-gather", 1, 450e9 / 7, ranks=8, stride=1)
