@@ -258,19 +258,18 @@ def _of_sequence_ranks(config: PlanConfig) -> Iterator[Collectives]:
         sent = copies * each * (forwards * costs.exchanged[0] + n * costs.exchanged[1])
         yield send("sequence statistics", kind, at_once * calls * (costs.exchanged[0] > 0), sent)
         # States between tiles: forward, again in the second forward, and backward.
-        times = at_once * (n - 1) * (3 + again) * (costs.summed > 0)
+        times = at_once * (n - 1) * 3 * (costs.summed > 0)
         summed = times * layers * (costs.exchanges if in_groups else 1)
         yield send("states after tiles", kind, summed, times * each * costs.summed)
         sent = rows_of_groups(load.sequence) * each * (forwards * costs.grouped[0] + n * costs.grouped[1])
         yield send("maps of states", "all-to-all", 2 * calls * in_groups, sent)  # at two levels
 
-        recomputed = again and not (kept is None and n > 1)  # what shares its state between tiles is outside of graphs
-        calls = 2 * layers * (n * (2 + recomputed) + n - 1) * (costs.dealt > 0)
-        sent = layers * tokens * (2 + recomputed + twice) * costs.dealt / tensor
+        calls = 2 * layers * (3 * n - 1) * (costs.dealt > 0)
+        sent = layers * tokens * (2 + twice) * costs.dealt / tensor
         yield send("heads of attention", "all-to-all", calls, sent)
 
         of_tiles = [gathered_tokens(kept, size) for size in sizes] if costs.gathered_channels else []
-        passes = [(1 + again, of_tiles), (twice > 0, of_tiles[:-1])]
+        passes = [(1, of_tiles), (twice > 0, of_tiles[:-1])]
         channels = layers * tokens / sum(sizes) * costs.gathered_channels / tensor
         calls = layers * sum(times * len(some) for times, some in passes)
         sent = e * channels * sum(times * sum(some) for times, some in passes)
