@@ -1,7 +1,7 @@
 """Contamination: 13-grams of words that test sets share with the training documents of a run or a shard folder.
 
     python -m experiments.contamination runs/base sets.lambada_openai=lambada_test.jsonl
-    python -m experiments.contamination data/books/shards sets.wikitext2=wiki.raw contamination.output=overlaps.jsonl
+    python -m experiments.contamination data/books/shards sets.ptb=ptb.test.txt contamination.output=overlaps.jsonl
 
 As in appendix C of the GPT-3 paper (arXiv 2005.14165), words are compared in lower case and without punctuation, and an
 example overlaps if it shares one 13-gram with a training document. Prints the number of such examples of each test set

@@ -154,6 +154,7 @@ SETS = [f"sets.{path.stem}=sets/{path.name}" for path in sorted((FROZEN / "sets"
 """All test sets: `sets.NAME=FILE`."""
 ZERO_SHOT = [
     "wikitext2@hf-stride20", "wikitext2@lm-eval", "lambada_openai@lm-eval", "lambada_openai@last-token",
+    "ptb@megatron",
 ]  # fmt: skip
 EVALUATIONS = [
     ["tost eval", *ZERO_SHOT, "heldout", *SETS],

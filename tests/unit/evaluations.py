@@ -19,7 +19,9 @@ RETRIEVAL = ["needle@keys", "association@landmarks", "records@numbers"]
 
 WIKI = " \n = One = \n \n It was 2 @.@ 5 , he said . \n The end of it , and of all . \n = Two = \n \n More words . \n"
 LAMBADA = ["He saw it, and so it was", "They went on and on until the very end of the road, and back"]
+PTB = " no it was n't <unk> \n the N dogs ' tails \n"
 FILES = {"wikitext2": WIKI, "lambada_openai": "".join(json.dumps({"text": text}) + "\n" for text in LAMBADA)}
+FILES |= {"ptb": PTB}
 """Texts of test sets by name."""
 
 

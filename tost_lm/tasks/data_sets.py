@@ -16,6 +16,8 @@ from tost_lm.files import regular_file, sha256_bytes, write_atomically
 
 DOWNLOADS = Path("data/test_sets")
 HUB_TIMEOUT_S = 10.0
+CONVERTED = "refs/convert/parquet"
+"""The revision with the rows of a data set whose loading script no longer runs."""
 
 
 class HubSource(NamedTuple):
@@ -27,6 +29,7 @@ class HubSource(NamedTuple):
     file: str
     text_of: Callable[[dict[str, Any]], str]
     """The text of a row."""
+    revision: str | None = None
 
 
 class SetFile(NamedTuple):
@@ -136,5 +139,5 @@ def _rows(hub: HubSource) -> Any:
     datasets.disable_progress_bars()
     if not huggingface_hub.is_offline_mode():
         # One request without retries: without a network, load_dataset retries for half a minute.
-        huggingface_hub.HfApi().dataset_info(hub.name, timeout=HUB_TIMEOUT_S)
-    return datasets.load_dataset(hub.name, hub.subset, split=hub.split)
+        huggingface_hub.HfApi().dataset_info(hub.name, revision=hub.revision, timeout=HUB_TIMEOUT_S)
+    return datasets.load_dataset(hub.name, hub.subset, split=hub.split, revision=hub.revision)

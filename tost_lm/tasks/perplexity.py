@@ -1,7 +1,8 @@
 """Running text: nats per token, word and byte, each with its denominator.
 
 WikiText-2 (raw test file, also that of WikiText-103) as the guide of Hugging Face and as lm-evaluation-harness measure
-it; the validation tokens of OpenWebText that the script of nanoGPT writes.
+it; Penn Treebank, the test file of Mikolov, detokenized; the validation tokens of OpenWebText that the script of
+nanoGPT writes.
 """
 
 import math
@@ -22,7 +23,7 @@ from tost_lm.inference.requests import (
     perplexity,
     strided_windows,
 )
-from tost_lm.tasks.data_sets import DataSet, HubSource, unpacked
+from tost_lm.tasks.data_sets import CONVERTED, DataSet, HubSource, unpacked
 from tost_lm.tasks.scored import (
     GPT2_EOT,
     Example,
@@ -184,6 +185,44 @@ def detokenized_wikitext(page: str) -> str:
     return text
 
 
+MAX_CAPITALIZED = 0.01
+"""Fraction of words with capital letters, N apart. The file has lower-case words."""
+
+
+class PennTreebank(RunningText):
+    """`ptb@megatron`: the whole text in disjoint windows after an end of text. The headline is word_perplexity over the
+    words of the file and an end of each line, 82,430."""
+
+    about = "perplexity per word, detokenized"
+    rules, headline = "megatron", "word_perplexity"
+
+    def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
+        lines = [line.strip() for line in ptb_lines(path) if line.strip()]
+        text = detokenized_ptb("\n".join(lines))
+        words = sum(len(line.split()) + 1 for line in lines)
+        return windows_of(disjoint_windows(tokenizer.encode_array(text), tokenizer.eot, window), words, text)
+
+
+def ptb_lines(path: Path) -> list[str]:
+    """The lines of the file, with the spaces around them. Raises DataError."""
+    text = read_text(path)
+    words = text.split()
+    capitalized = sum(word != "N" and word != word.lower() for word in words)
+    if not words or "{" in words[0] or capitalized > MAX_CAPITALIZED * len(words):
+        raise wrong_format(path, text, "Mikolov's ptb.test.txt")
+    return text.removesuffix("\n").split("\n")
+
+
+def detokenized_ptb(text: str) -> str:
+    """The text without the tokenizer's spaces. `N` becomes 1 and keeps its spaces, `<unk>` becomes a question mark."""
+    for spaced, joined in ((" 's", "'s"), ("s ' ", "s' "), (" n't", "n't"), (r"\/", "/")):
+        text = text.replace(spaced, joined)
+    text = re.sub(r"(?<!\S)N(?!\S)", "1", text)
+    for spaced, joined in (("$ 1", "$1"), ("# 1", "#1"), ("<unk>", "?")):
+        text = text.replace(spaced, joined)
+    return text
+
+
 class OpenWebText(RunningText):
     """`owt@nanogpt`: nats per token of val.bin, GPT-2's ids as 16-bit integers with an end of text after each document.
 
@@ -217,12 +256,22 @@ def _line_of_wikitext(row: dict[str, Any]) -> str:
     return row["text"] or " \n"
 
 
+def _line_of_ptb(row: dict[str, Any]) -> str:
+    return f" {row['sentence'].strip()} \n"
+
+
 WIKITEXT2 = DataSet(
     "wikitext2",
     "wiki.test.raw of the raw release of WikiText-2 or WikiText-103, which is the same file",
     HubSource("Salesforce/wikitext", "wikitext-2-raw-v1", "test", "wiki2.test.raw", _line_of_wikitext),
     sha256="173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08",
     texts=pages,
+)
+PTB = DataSet(
+    "ptb",
+    "Mikolov's ptb.test.txt",
+    HubSource("ptb-text-only/ptb_text_only", None, "test", "ptb.test.txt", _line_of_ptb, CONVERTED),
+    texts=ptb_lines,
 )
 OWT = DataSet(
     "owt",
@@ -235,6 +284,7 @@ FAMILY = Family(
     [
         StridedWikitext(WIKITEXT2),
         WikitextPages(WIKITEXT2),
+        PennTreebank(PTB),
         OpenWebText(OWT),
     ],
     section=section_of_test_sets,

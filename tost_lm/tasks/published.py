@@ -58,6 +58,7 @@ PUBLISHED = [
     Published("lambada_openai@lm-eval", "GPT-2 117M", "word_perplexity", 35.13, GPT2_PAPER, differs=OWN_SCRIPT),
     Published("lambada_openai@last-token", "GPT-2 124M", "accuracy", 0.4667, MEASURED_GPT2),
     Published("lambada_openai@last-token", "GPT-2 117M", "accuracy", 0.4599, GPT2_PAPER, differs=OWN_SCRIPT),
+    Published("ptb@megatron", "GPT-2 117M", "word_perplexity", 65.85, GPT2_PAPER, differs=OWN_DETOKENIZERS),
     Published("owt@nanogpt", "GPT-2 124M", "nats_per_token", 3.12, NANOGPT),
     Published("owt@nanogpt", "gpt2-base 124M", "nats_per_token", 2.84, TOST_PAPER),
     Published("owt@nanogpt", "tost-base 110M", "nats_per_token", 3.20, TOST_PAPER),

@@ -37,6 +37,7 @@ FAMILIES: dict[str, Family] = {
 ZERO_SHOT = (
     "wikitext2@hf-stride1024",
     "wikitext2@lm-eval",
+    "ptb@megatron",
     "lambada_openai@lm-eval",
     "lambada_openai@last-token",
     "lambada_standard@lm-eval",

@@ -22,6 +22,7 @@ EVAL = SHARED / "eval"
 ROWS: dict[str, list[dict[str, Any]]] = {
     "wikitext2": [{"text": text} for text in ("", " = Title = \n", "", " A text . \n")],
     "lambada_openai": [{"text": "Some words, a\u2028line and the end"}, {"text": "other words"}],
+    "ptb": [{"sentence": "no it was n't"}, {"sentence": "N dogs"}],
 }
 
 
@@ -37,7 +38,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         hub = DATA_SETS[name].hub
         assert hub
         (folder / f"{hub.split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        local = hub._replace(name=str(folder), subset=None)
+        local = hub._replace(name=str(folder), subset=None, revision=None)
         monkeypatch.setitem(DATA_SETS, name, DATA_SETS[name])  # to be restored: `replace` registers its result
         replace(DATA_SETS[name], hub=local)
 
@@ -53,7 +54,9 @@ def test_rows_of_the_hub_become_files_in_the_published_format(capsys: pytest.Cap
     assert perplexity.wikitext_rows(wiki) == [row["text"] for row in ROWS["wikitext2"]]
     passages = find_file("lambada_openai").path
     assert missing_word.passages(passages) == [row["text"] for row in ROWS["lambada_openai"]]
-    assert capsys.readouterr().out.count("downloading ") == 2
+    treebank = find_file("ptb").path
+    assert perplexity.ptb_lines(treebank) == [f" {row['sentence']} " for row in ROWS["ptb"]]
+    assert capsys.readouterr().out.count("downloading ") == 3
 
 
 @pytest.mark.usefixtures("hub")
@@ -62,26 +65,26 @@ def test_a_missing_set_is_one_line_that_asks_for_a_file():
         ConfigError, match=r"^sets\.owt: not set, and .* give sets\.owt=FILE \(val\.bin of OpenWebText "
     ):
         find_file("owt")
-    hub = DATA_SETS["lambada_openai"].hub
+    hub = DATA_SETS["ptb"].hub
     assert hub
-    replace(DATA_SETS["lambada_openai"], hub=hub._replace(name="/nowhere/at/all"))  # registers its result
+    replace(DATA_SETS["ptb"], hub=hub._replace(name="/nowhere/at/all"))  # registers its result
     with pytest.raises(
         ConfigError,
-        match=r"^sets\.lambada_openai: not set, and hub:/nowhere/at/all cannot .*; give sets\.lambada_openai=FILE",
+        match=r"^sets\.ptb: not set, and hub:/nowhere/at/all cannot .*; give sets\.ptb=FILE",
     ):
-        find_file("lambada_openai")
+        find_file("ptb")
     assert not Path("data").exists()
 
 
 def test_without_a_network_nothing_is_retried(tmp_path: Path):
-    script = "from tost_lm.tasks.perplexity import WIKITEXT2\nWIKITEXT2.find_file({})\n"
+    script = "from tost_lm.tasks.perplexity import PTB\nPTB.find_file({})\n"
     unreachable = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, **unreachable}, capture_output=True, text=True
     )
-    assert done.stdout == "downloading wikitext2 from hub:Salesforce/wikitext\n"
+    assert done.stdout == "downloading ptb from hub:ptb-text-only/ptb_text_only\n"
     *_, line = done.stderr.splitlines()
-    assert "ConfigError: sets.wikitext2: not set, and hub:Salesforce/wikitext cannot be downloaded (" in line
+    assert "ConfigError: sets.ptb: not set, and hub:ptb-text-only/ptb_text_only cannot be downloaded (" in line
     assert "Retrying" not in done.stderr
     assert "thrown while requesting" not in done.stderr
 
@@ -89,16 +92,16 @@ def test_without_a_network_nothing_is_retried(tmp_path: Path):
 def test_a_file_may_be_compressed(tmp_path: Path):
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some text"))
-    plain, packed = (find_file("lambada_standard", tmp_path / name) for name in ("a.txt", "a.txt.gz"))
+    plain, packed = (find_file("ptb", tmp_path / name) for name in ("a.txt", "a.txt.gz"))
     assert plain.sha256 == packed.sha256
     assert plain.is_published is packed.is_published is None
     assert find_file("wikitext2", tmp_path / "a.txt").is_published is False
     assert find_file("owt", tmp_path / "a.txt").is_published is False  # its size is known
     (tmp_path / "a.txt.gz").write_bytes((tmp_path / "a.txt.gz").read_bytes()[:12] + b"\xff" * 9)
     with pytest.raises(DataError, match=r"a\.txt\.gz: cannot be read: .*; download it again"):
-        find_file("lambada_standard", tmp_path / "a.txt.gz")
-    with pytest.raises(DataError, match=r"sets\.lambada_standard .*nowhere: no such file; give LAMBADA's original"):
-        find_file("lambada_standard", tmp_path / "nowhere")
+        find_file("ptb", tmp_path / "a.txt.gz")
+    with pytest.raises(DataError, match=r"sets\.ptb .*nowhere: no such file; give Mikolov's ptb\.test\.txt"):
+        find_file("ptb", tmp_path / "nowhere")
 
 
 @needs_shared

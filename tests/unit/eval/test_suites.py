@@ -39,7 +39,7 @@ def test_mistakes_in_the_settings_are_one_line(tree: dict[str, Any], problem: st
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "count"), [("suite", 5 + 3), ("suite_demo", 4)])
+@pytest.mark.parametrize(("name", "count"), [("suite", 6 + 3), ("suite_demo", 4)])
 def test_the_recipes_name_existing_tasks(name: str, count: int):
     assert len(tasks_of(load_config(EvalConfig, recipes()[name]))) == count
 

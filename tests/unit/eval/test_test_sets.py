@@ -200,9 +200,19 @@ def test_malformed_lambada_lines_are_rejected(tmp_path: Path, lines: list[str], 
         examples_of("lambada_openai@lm-eval", path)
 
 
+def test_ptb_is_measured_by_the_words_of_the_file(tmp_path: Path):
+    (tmp_path / "ptb.test.txt").write_text(" no it was n't <unk> 's \n N N to N %\n cost $ N or # N \n either\\/or \n")
+    examples = examples_of("ptb@megatron", tmp_path / "ptb.test.txt")
+    text = "".join(target for example in examples for _, target in read(example))
+    assert text == "no it wasn't ?'s\n1 1 to 1 %\ncost $1 or #1\neither/or"
+    assert read(examples[0])[0][0] == "|"
+    assert examples[0].facts["words"] == (6 + 1) + (5 + 1) + (6 + 1) + (1 + 1)
+
+
 WRONG = {
     "wikitext2@lm-eval": ['{"text": "a b c"}\n', " no it was n't <unk> \n"],
     "wikitext2@hf-stride16": [" \n", " = One = \n It is <unk> . \n"],
+    "ptb@megatron": [WIKI, '{"text": "a b c"}\n', "\n\n", "<mediawiki>\n<Page>"],
     "lambada_openai@lm-eval": [WIKI, "Some words.\nSome more.\n"],
     "lambada_standard@lm-eval": ["1 A b .\n2 C d .\n"],
 }

@@ -159,7 +159,7 @@ def test_groups_of_tasks_have_a_name():
         return [task.name for _, task in find_tasks(names)]
 
     assert tasks("needle") == [NEEDLE]
-    assert tasks("owt@nanogpt", "needle", NEEDLE, "records") == ["owt@nanogpt", NEEDLE, "records@numbers"]
+    assert tasks("ptb@megatron", "needle", NEEDLE, "records") == ["ptb@megatron", NEEDLE, "records@numbers"]
 
 
 def test_the_text_is_a_file_the_held_out_documents_or_pythons_documentation(tokenizer, shards, tmp_path):
