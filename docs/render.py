@@ -177,7 +177,7 @@ def qwen3_5(_: str) -> str:
     rows = []
     for name, words in QWEN3_5.items():
         for config, memory, train in _planned(name, [*words, "cluster.gpu_hour_price=2.5"]):
-            used = f"{config.cluster.ranks} GPUs: {layout(config)}"
+            used = f"{config.cluster.ranks} GPUs: {layout(config).partition(';')[0]}"
             what = f"{name}, {' '.join(words)}" if words else name
             time = (train[quantity] for quantity in ("duration", "tokens/s", "GPU hours", "price"))
             batch = f"{train['steps']} × {config.batch_tokens:,}"
