@@ -236,17 +236,18 @@ def _continued(row: dict[str, Any] | None) -> str:
 def status(_: str) -> str:
     """Where each feature was shown, by docs/status.toml: names of tests, or parts of benchmarks.gpu."""
     columns, features = (tomllib.loads(STATUS.read_text())[key] for key in ("columns", "features"))
-    rows = []
-    for name, shown in features.items():
-        rows.append((name, *(_shown(shown[column]) if column in shown else "" for column in columns)))
-    return table(("feature", *columns.values()), rows)
+    cells = {name: [_shown(of[key]) if key in of else "" for of in features.values()] for key, name in columns.items()}
+    nowhere = [title for title, of in cells.items() if {"not shown", ""} >= set(of)]
+    shown = {title: of for title, of in cells.items() if title not in nowhere}
+    rows = [*zip(features, *shown.values(), strict=True)]
+    return "\n\n".join([table(("feature", *shown), rows), *(f"On {title}, nothing was shown." for title in nowhere)])
 
 
 def _shown(names: list[str]) -> str:
     if not names:
         return "not shown"
     files = [TESTS / name for name in names if name.endswith(".py")]
-    shown = [f"{device}, {time[:10]}" for device, part, time in _gpu_parts() if part in names]
+    shown = [f"{device.removeprefix('NVIDIA ')}, {time[:10]}" for device, part, time in _gpu_parts() if part in names]
     return shown[0] if shown else _last_run(files) if files else "not shown"
 
 
