@@ -1,4 +1,4 @@
-"""Write the generated parts of the pages: commands, and what results/ has stored.
+"""Write the generated parts of the pages: groups of commands, and what results/ has stored.
 
     python docs/render.py
 
@@ -16,11 +16,10 @@ compares the pages with what this program would write. The results come from the
 Plans are computed, as `tost plan` does.
 """
 
-import ast
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from benchmarks.gpu import PARTS as GPU_PARTS
 from experiments.comparison.__main__ import stored
 from experiments.comparison.tables import recall_table, tables
 from experiments.mqar import recall_table as mqar_table
-from tost_lm.cli.main import COMMANDS, purpose, source_of
+from tost_lm.cli.main import COMMANDS
 from tost_lm.config import load_config, recipes
 from tost_lm.inference.effective_length import effective_lengths
 from tost_lm.markdown import table
@@ -58,25 +57,19 @@ def _written(part: re.Match[str]) -> str:
     return f"{begin}\n{PARTS[name](old).strip()}\n\n{end}"
 
 
+PAGES = {
+    "Data preparation": "[Corpora](corpora.md)",
+    "Training": "[Training](training.md), [planning](plan.md), [clusters](cluster.md)",
+    "Evaluation": "[Evaluation](evaluation.md)",
+    "Generation and other formats": "[Serving](serving.md), [public models](tutorials/public_hybrid.md)",
+}
+"""What describes each group of commands."""
+
+
 def commands(_: str) -> str:
-    """Every program with its usage and the summary in its docstring."""
-    groups: dict[str, Iterable[Path]] = {title: map(source_of, names) for title, names in COMMANDS.items()}
-    groups["Experiments"] = sorted((CHECKOUT / "experiments").rglob("*.py"))
-    return "\n\n".join(
-        "\n".join([f"## {title}\n", "| command | purpose |", "|---|---|", *_programs(sources)])
-        for title, sources in groups.items()
-    )
-
-
-def _programs(sources: Iterable[Path]) -> Iterator[str]:
-    for source in sources:
-        for call in ast.walk(ast.parse(source.read_text())):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "run_program":
-                given = {keyword.arg: keyword.value for keyword in call.keywords}
-                name, positional = (ast.literal_eval(given[key]) for key in ("name", "positional"))
-                command = name if name.startswith("tost ") else f"python -m {name}"
-                prompt = " [PROMPT]" if "prompt" in given else ""
-                yield f"| `{command} {positional}{prompt}` | {purpose(source)} |"
+    """The commands of each group, which `tost` lists with their purposes, and the pages on them."""
+    rows = [(title, ", ".join(f"`tost {name}`" for name in names), PAGES[title]) for title, names in COMMANDS.items()]
+    return "\n".join(["| group | commands | pages |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def gpu(_: str) -> str:
