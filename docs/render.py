@@ -33,7 +33,7 @@ from tost_lm.cli.main import COMMANDS
 from tost_lm.config import load_config, recipes
 from tost_lm.inference.effective_length import effective_lengths
 from tost_lm.markdown import table
-from tost_lm.pretrain.commands.plan import layout, memory_rows, time_rows
+from tost_lm.pretrain.commands.plan import memory_rows, time_rows
 from tost_lm.pretrain.plan.fit import complete
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.tasks.grid import HEADER, rows_of
@@ -158,7 +158,7 @@ def one_gpu(_: str) -> str:
     rows = []
     for name, words in ONE_GPU:
         ((config, memory, train),) = _planned(name, ["cluster.gpus_per_node=1", *words])
-        gpu, needed = config.cluster.device.removeprefix("NVIDIA "), memory["GPU memory"]
+        gpu, needed = config.cluster.device.removeprefix("NVIDIA ").split()[0], memory["GPU memory"]
         what = " ".join([name, *(word for word in words if not word.startswith("cluster.preset"))])
         host = memory["host memory of node 0"].partition(" of ")[0]
         rows.append((what, gpu, f"{config.train.seq_len:,}", needed, host, train["tokens/s"], train["duration"]))
@@ -170,13 +170,14 @@ def qwen3_5(_: str) -> str:
     rows = []
     for name, words in QWEN3_5.items():
         for config, memory, train in _planned(name, [*words, "cluster.gpu_hour_price=2.5"]):
-            used = f"{config.cluster.ranks} GPUs: {layout(config).partition(';')[0]}"
+            parallel, ranks = config.parallel, config.cluster.ranks
+            used = f"{ranks}: {parallel.tensor} × {parallel.sequence} × {parallel.data_ranks(ranks)}"
             what = f"{name}, {' '.join(words)}" if words else name
             time = (train[quantity] for quantity in ("duration", "tokens/s", "GPU hours", "price"))
             batch = f"{train['steps']} × {config.batch_tokens:,}"
             rows.append((what, f"{config.train.seq_len:,}", batch, used, memory["GPU memory"], *time))
     of_time = "time", "tokens/s", "GPU hours", "price"
-    return table(("recipe", "tokens", "steps × tokens", "layout", "memory of a GPU", *of_time), rows)
+    return table(("recipe", "tokens", "steps × tokens", "GPUs", "memory of a GPU", *of_time), rows)
 
 
 def qwen3_5_steps(_: str) -> str:
@@ -223,7 +224,7 @@ def servers(_: str) -> str:
 def _continued(row: dict[str, Any] | None) -> str:
     if row is None:
         return "not run"
-    return f"{row['equal']} of {row['texts']} texts, {row['dtype']}: {row['difference']:.1e} (here {row['own']:.1e})"
+    return f"{row['equal']} of {row['texts']}, {row['dtype']}: {row['difference']:.1e} (here {row['own']:.1e})"
 
 
 def status(_: str) -> str:
