@@ -98,6 +98,17 @@ def test_two_ranks_measure_the_same_as_one_process(copy: Path):
     assert run("tost eval", "runs/tiny", *words, cwd=copy).count("wrote ") == 1
 
 
+def test_bfloat16_is_another_result_near_that_of_float32(copy: Path):
+    before = results(copy / "runs/tiny", HELDOUT)["model"]["nats"]
+    words = ("heldout", "dtype=bfloat16", "parallel.sequence=2")
+    output = run("tost eval", "runs/tiny", *words, cwd=copy, ranks=2)
+    assert f"{HELDOUT}/results.json has another dtype and will be replaced\n" in output
+    nats = results(copy / "runs/tiny", HELDOUT)["model"]["nats"]
+    assert nats != before
+    assert nats == pytest.approx(before, rel=2**-8)
+    assert "reusing " in run("tost eval", "runs/tiny", "heldout", "dtype=bfloat16", cwd=copy)
+
+
 def test_copies_of_the_model_share_texts_and_sequences(copy: Path):
     home = copy / "runs/tiny" / NEEDLE
     alone = results(home, ".")["cells"]

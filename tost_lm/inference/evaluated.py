@@ -40,10 +40,11 @@ SAMPLE = "sample"
 
 @dataclass(frozen=True)
 class EvaluatedCheckpoint:
-    """A checkpoint, and the folder of its results: its run, or else the export itself."""
+    """A checkpoint, the folder of its results, its run or else the export itself, and the dtype of its products."""
 
     checkpoint: Path
     home: Path
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
     @classmethod
     def find(cls, path: Path) -> "EvaluatedCheckpoint":
@@ -63,9 +64,11 @@ class EvaluatedCheckpoint:
 
     def load(self, device: str) -> "LanguageModel":
         """The model, in evaluation mode. Raises CheckpointError."""
+        import torch
+
         from tost_lm.checkpointing.reading import load
 
-        return load(self.checkpoint, device)
+        return load(self.checkpoint, device).to(getattr(torch, self.dtype))
 
     def load_on_ranks(self, mesh: "Mesh") -> "LanguageModel":
         """A copy of the model on tensor and sequence ranks; all of them call it.
@@ -74,9 +77,11 @@ class EvaluatedCheckpoint:
             CheckpointError: the model cannot be loaded.
             ConfigError: the heads or the vocabulary cannot be divided evenly.
         """
+        import torch
+
         from tost_lm.checkpointing.reading import load_on_ranks
 
-        return load_on_ranks(self.checkpoint, mesh)
+        return load_on_ranks(self.checkpoint, mesh).to(getattr(torch, self.dtype))
 
     def hashes(self) -> dict[str, Any]:
         """Hashes that identify the checkpoint and its tokenizer."""
@@ -121,6 +126,7 @@ class EvaluatedCheckpoint:
             "checkpoint": self.checkpoint.name,
             **self.hashes(),
             "step": int(step[1]) if step else None,
+            "dtype": self.dtype,
             "shards": str(shards.folder) if shards else None,
             "shards_fingerprint": shards.fingerprint if shards else None,
             "settings": settings.model_dump(mode="json", exclude={"launch", "parallel"}) if settings else None,

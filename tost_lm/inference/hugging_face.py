@@ -68,7 +68,7 @@ class HuggingFaceCheckpoint(EvaluatedCheckpoint):
         return HuggingFaceTokenizer(tokenizer, self.hashes()["tokenizer_sha256"])
 
     def load(self, device: str) -> "HuggingFaceLM":
-        """The model in float32. Raises CheckpointError, also when weights are missing or of other shapes."""
+        """The model in evaluation mode. Raises CheckpointError, also when weights are missing or of other shapes."""
         library, folder, no_code = transformers_library(), self.checkpoint, {"trust_remote_code": False}
         stored_bytes = sum(file.stat().st_size for file in self._weight_files())
 
@@ -78,8 +78,9 @@ class HuggingFaceCheckpoint(EvaluatedCheckpoint):
                 return library.AutoModelForCausalLM.from_config(config, **no_code)
 
         def load() -> Any:
-            how = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True, **no_code}
-            return library.AutoModelForCausalLM.from_pretrained(folder, **how)
+            checked = {"output_loading_info": True, "ignore_mismatched_sizes": True, **no_code}
+            dtype = getattr(torch, self.dtype)
+            return library.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **checked)
 
         count = sum(parameter.numel() for parameter in _guarded(self, build).parameters())
         if count > stored_bytes:  # the library would draw the missing ones

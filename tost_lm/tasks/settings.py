@@ -1,7 +1,7 @@
 """Settings of `tost eval`: a section for each family of tasks, and what all tasks share."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
@@ -22,6 +22,8 @@ class _Shared(Section):
     """Names of tasks, families and groups, as `tost tasks` lists them; the command line adds to them."""
     sets: Sets = Field(default_factory=dict)
     """The files of test sets by name, in their published format, compressed if the name ends in .gz. A set without a file is downloaded from the Hugging Face hub into data/test_sets, if the hub has it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The weights and products of the model; scores, norms and states that sum are float32 in both. Large models need bfloat16 on GPUs, where its products are ten times as fast."""
     zero_shot: WindowConfig = Field(default_factory=WindowConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     parallel: RanksConfig = Field(default_factory=RanksConfig)

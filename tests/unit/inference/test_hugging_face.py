@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,8 @@ def test_a_folder_of_the_library_is_a_subject_with_its_own_tokenizer(saved: Path
     tokens = torch.tensor([[0, 5, 9]])
     with torch.inference_mode():
         torch.testing.assert_close(model(tokens).logits, gpt2().eval()(tokens).logits)
+        rounded = replace(evaluated, dtype="bfloat16").load("cpu")(tokens).logits
+        torch.testing.assert_close(rounded, gpt2().bfloat16().eval()(tokens).logits)
 
 
 def test_changed_weights_and_tokenizers_change_the_hashes(saved: Path, tmp_path: Path):

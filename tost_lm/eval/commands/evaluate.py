@@ -18,6 +18,7 @@ work.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,7 +40,7 @@ def main(path: Path, config: Any) -> None:
     size = ranks_of_launch(config.parallel.model_ranks, config.launch)
     start_ranks("eval", size)
     with joined_ranks(layout(config.parallel, tasks, size), copies=True) as ranks:
-        failed = evaluate(find_evaluated(path), ranks, config, tasks)
+        failed = evaluate(replace(find_evaluated(path), dtype=config.dtype), ranks, config, tasks)
     if failed:
         raise TostError("\n".join(f"{name}: {error}" for name, error in failed.items()))
 
