@@ -1,4 +1,4 @@
-"""Write the generated parts of the pages: commands, and what results/ has stored.
+"""Write the generated parts of the pages: groups of commands, and what results/ has stored.
 
     python docs/render.py
 
@@ -16,11 +16,10 @@ compares the pages with what this program would write. The results come from the
 Plans are computed, as `tost plan` does.
 """
 
-import ast
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,11 @@ from benchmarks.gpu import PARTS as GPU_PARTS
 from experiments.comparison.__main__ import stored
 from experiments.comparison.tables import recall_table, tables
 from experiments.mqar import recall_table as mqar_table
-from tost_lm.cli.main import COMMANDS, purpose, source_of
+from tost_lm.cli.main import COMMANDS
 from tost_lm.config import load_config, recipes
 from tost_lm.inference.effective_length import effective_lengths
 from tost_lm.markdown import table
-from tost_lm.pretrain.commands.plan import layout, memory_rows, time_rows
+from tost_lm.pretrain.commands.plan import memory_rows, time_rows
 from tost_lm.pretrain.plan.fit import complete
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.tasks.grid import HEADER, rows_of
@@ -58,25 +57,19 @@ def _written(part: re.Match[str]) -> str:
     return f"{begin}\n{PARTS[name](old).strip()}\n\n{end}"
 
 
+PAGES = {
+    "Data preparation": "[Corpora](corpora.md)",
+    "Training": "[Training](training.md), [planning](plan.md), [clusters](cluster.md)",
+    "Evaluation": "[Evaluation](evaluation.md)",
+    "Generation and other formats": "[Serving](serving.md), [public models](tutorials/public_hybrid.md)",
+}
+"""What describes each group of commands."""
+
+
 def commands(_: str) -> str:
-    """Every program with its usage and the summary in its docstring."""
-    groups: dict[str, Iterable[Path]] = {title: map(source_of, names) for title, names in COMMANDS.items()}
-    groups["Experiments"] = sorted((CHECKOUT / "experiments").rglob("*.py"))
-    return "\n\n".join(
-        "\n".join([f"## {title}\n", "| command | purpose |", "|---|---|", *_programs(sources)])
-        for title, sources in groups.items()
-    )
-
-
-def _programs(sources: Iterable[Path]) -> Iterator[str]:
-    for source in sources:
-        for call in ast.walk(ast.parse(source.read_text())):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "run_program":
-                given = {keyword.arg: keyword.value for keyword in call.keywords}
-                name, positional = (ast.literal_eval(given[key]) for key in ("name", "positional"))
-                command = name if name.startswith("tost ") else f"python -m {name}"
-                prompt = " [PROMPT]" if "prompt" in given else ""
-                yield f"| `{command} {positional}{prompt}` | {purpose(source)} |"
+    """The commands of each group, which `tost` lists with their purposes, and the pages on them."""
+    rows = [(title, ", ".join(f"`tost {name}`" for name in names), PAGES[title]) for title, names in COMMANDS.items()]
+    return "\n".join(["| group | commands | pages |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def gpu(_: str) -> str:
@@ -165,7 +158,7 @@ def one_gpu(_: str) -> str:
     rows = []
     for name, words in ONE_GPU:
         ((config, memory, train),) = _planned(name, ["cluster.gpus_per_node=1", *words])
-        gpu, needed = config.cluster.device.removeprefix("NVIDIA "), memory["GPU memory"]
+        gpu, needed = config.cluster.device.removeprefix("NVIDIA ").split()[0], memory["GPU memory"]
         what = " ".join([name, *(word for word in words if not word.startswith("cluster.preset"))])
         host = memory["host memory of node 0"].partition(" of ")[0]
         rows.append((what, gpu, f"{config.train.seq_len:,}", needed, host, train["tokens/s"], train["duration"]))
@@ -177,13 +170,14 @@ def qwen3_5(_: str) -> str:
     rows = []
     for name, words in QWEN3_5.items():
         for config, memory, train in _planned(name, [*words, "cluster.gpu_hour_price=2.5"]):
-            used = f"{config.cluster.ranks} GPUs: {layout(config)}"
+            parallel, ranks = config.parallel, config.cluster.ranks
+            used = f"{ranks}: {parallel.tensor} × {parallel.sequence} × {parallel.data_ranks(ranks)}"
             what = f"{name}, {' '.join(words)}" if words else name
             time = (train[quantity] for quantity in ("duration", "tokens/s", "GPU hours", "price"))
             batch = f"{train['steps']} × {config.batch_tokens:,}"
             rows.append((what, f"{config.train.seq_len:,}", batch, used, memory["GPU memory"], *time))
     of_time = "time", "tokens/s", "GPU hours", "price"
-    return table(("recipe", "tokens", "steps × tokens", "layout", "memory of a GPU", *of_time), rows)
+    return table(("recipe", "tokens", "steps × tokens", "GPUs", "memory of a GPU", *of_time), rows)
 
 
 def qwen3_5_steps(_: str) -> str:
@@ -230,23 +224,24 @@ def servers(_: str) -> str:
 def _continued(row: dict[str, Any] | None) -> str:
     if row is None:
         return "not run"
-    return f"{row['equal']} of {row['texts']} texts, {row['dtype']}: {row['difference']:.1e} (here {row['own']:.1e})"
+    return f"{row['equal']} of {row['texts']}, {row['dtype']}: {row['difference']:.1e} (here {row['own']:.1e})"
 
 
 def status(_: str) -> str:
     """Where each feature was shown, by docs/status.toml: names of tests, or parts of benchmarks.gpu."""
     columns, features = (tomllib.loads(STATUS.read_text())[key] for key in ("columns", "features"))
-    rows = []
-    for name, shown in features.items():
-        rows.append((name, *(_shown(shown[column]) if column in shown else "" for column in columns)))
-    return table(("feature", *columns.values()), rows)
+    cells = {name: [_shown(of[key]) if key in of else "" for of in features.values()] for key, name in columns.items()}
+    nowhere = [title for title, of in cells.items() if {"not shown", ""} >= set(of)]
+    shown = {title: of for title, of in cells.items() if title not in nowhere}
+    rows = [*zip(features, *shown.values(), strict=True)]
+    return "\n\n".join([table(("feature", *shown), rows), *(f"On {title}, nothing was shown." for title in nowhere)])
 
 
 def _shown(names: list[str]) -> str:
     if not names:
         return "not shown"
     files = [TESTS / name for name in names if name.endswith(".py")]
-    shown = [f"{device}, {time[:10]}" for device, part, time in _gpu_parts() if part in names]
+    shown = [f"{device.removeprefix('NVIDIA ')}, {time[:10]}" for device, part, time in _gpu_parts() if part in names]
     return shown[0] if shown else _last_run(files) if files else "not shown"
 
 
