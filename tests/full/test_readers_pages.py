@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from doc_pages import FIRST, Block, blocks_of, with_words
-from doc_runs import load_recipe, write_files, write_released
+from doc_runs import load_recipe, write_files
 from forked import CHECKOUT
 from public_models import qwen3_5, write_llama, write_olmo_hybrid, write_with_images
 
@@ -89,7 +89,6 @@ def test_the_page_of_a_reader_runs_to_its_end(reader: str, quick_start: Path):
     write_files(folder)
     (folder / "web").symlink_to("books")
     if reader == "public_models":
-        write_released(folder)
         (folder / "runs/mine").symlink_to("demo")
     if not (folder / "gpt2").exists():
         (folder / "gpt2").symlink_to("../public/SmolLM2-135M-Instruct")

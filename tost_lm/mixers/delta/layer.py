@@ -144,8 +144,8 @@ def _delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     memory = info.pad_rows(memory)
     if memory is not None and info.recurrent:
-        of_tokens = (x.flatten(0, 1) for x in (query, key, value, log_decay, beta))
-        y_NHV, memory = delta_rule_step(*of_tokens, memory)
+        query, key, value_NHV, log_decay, beta = (x.flatten(0, 1) for x in (query, key, value, log_decay, beta))
+        y_NHV, memory = delta_rule_step(query, key, value_NHV, log_decay, beta, memory)
         y_BTHV = y_NHV.view_as(value)
     else:
         y_BTHV, memory = delta_rule(
