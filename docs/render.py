@@ -27,8 +27,8 @@ from typing import Any
 from benchmarks import published
 from benchmarks.gpu import PARTS as GPU_PARTS
 from experiments.comparison.__main__ import stored
-from experiments.comparison.tables import recall_table, tables
-from experiments.mqar import recall_table as mqar_table
+from experiments.comparison.tables import tables
+from experiments.mqar import recall_table
 from tost_lm.cli.main import COMMANDS
 from tost_lm.config import load_config, recipes
 from tost_lm.inference.effective_length import effective_lengths
@@ -106,13 +106,9 @@ def comparison(_: str) -> str:
     return tables(stored("text"))
 
 
-def recall(_: str) -> str:
-    return recall_table(stored("recall"))
-
-
 def mqar(_: str) -> str:
     """The stored result of `python -m experiments.mqar`."""
-    return mqar_table(json.loads((RESULTS / "mqar.json").read_text())["results"])
+    return recall_table(json.loads((RESULTS / "mqar.json").read_text())["results"])
 
 
 def needles(_: str) -> str:
@@ -274,8 +270,7 @@ def tests() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[str], str]] = {
     "commands": commands, "gpu": gpu, "status": status, "comparison": comparison,
-    "qwen3_5": qwen3_5, "qwen3_5_steps": qwen3_5_steps, "one_gpu": one_gpu, "recall": recall, "mqar": mqar,
-    "servers": servers,
+    "qwen3_5": qwen3_5, "qwen3_5_steps": qwen3_5_steps, "one_gpu": one_gpu, "mqar": mqar, "servers": servers,
     **{f"benchmark-{name}": partial(benchmark, name) for name in ("long", "storage")},
     "needles": needles, "published": published_runs,
 }  # fmt: skip

@@ -18,7 +18,7 @@ from pydantic import Field
 import tost_lm
 from experiments.commands import ROOT, run_tost
 from experiments.comparison.recall import MQAR, recall, without_attention
-from experiments.comparison.tables import recall_table, tables
+from experiments.comparison.tables import tables
 from experiments.comparison.text import Texts, branch_sizes, losses, measures
 from tost_lm.command_line import run_program
 from tost_lm.config import Section, load_config, read_toml
@@ -44,7 +44,7 @@ class ComparisonSettings(Section):
     recall: bool = False
     """Recall of pairs instead of text."""
     tables: bool = False
-    """Print the tables of the stored results."""
+    """Print the tables of the stored results of text."""
 
 
 class ComparisonConfig(Section):
@@ -57,7 +57,6 @@ def main(_: Path | None, config: ComparisonConfig) -> None:
     settings = config.comparison
     if settings.tables:
         print(tables(stored("text")))
-        print(recall_table(stored("recall")))
         return
     forms = read_toml(FORMS)
     if unknown := [name for name in settings.forms if name not in forms]:

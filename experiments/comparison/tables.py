@@ -30,19 +30,6 @@ def tables(results: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def recall_table(results: Sequence[dict[str, Any]]) -> str:
-    """Mean accuracy over seeds by length, lowest and highest of several in brackets."""
-    rows = []
-    for form in dict.fromkeys(result["form"] for result in results):
-        for kind, name in (("accuracy", form), ("without_attention", f"{form}, attention zeroed")):
-            of = [result[kind] for result in results if result["form"] == form and kind in result]
-            cells = [[100 * one[length] for one in of] for length in (of[0] if of else ())]
-            spreads = (f" ({min(cell):.0f} to {max(cell):.0f})" if len(cell) > 1 else "" for cell in cells)
-            texts = (f"{fmean(cell):.0f} %{spread}" for cell, spread in zip(cells, spreads, strict=True))
-            rows += [(name, str(len(of)), *texts)] if of else []
-    return table(("form", "seeds", "at 1 ×", "at 4 ×", "at 16 ×"), rows) if rows else ""
-
-
 def _values(measure: str, result: dict[str, Any]) -> list[tuple[int, float]] | None:
     """Book and value of each stream, passage or rare word; None if it was not measured."""
     kind, _, distance = measure.partition(" ")
