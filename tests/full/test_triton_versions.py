@@ -6,8 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from test_kernels_compile import CALLS
-from test_triton_compiles import check_kernels, compile_kernels
+from test_triton_compiles import CALLS, check_kernels, compile_kernels
 
 
 @pytest.mark.timeout(1800)

@@ -1,7 +1,7 @@
 """The README and docs/: every block of code runs, and every link has a target.
 
 Blocks that need a GPU, a network, a cluster or an installation are only checked for existing programs and settings.
-Blocks that take minutes, or repeat another with other settings, run in tests/full/test_docs_whole.py.
+Blocks that take minutes, or repeat another with other settings, are slow tests.
 """
 
 import shlex
@@ -16,6 +16,7 @@ from doc_pages import (
     BLOCKS,
     CHECKED,
     LANGUAGES,
+    MINUTES_S,
     PAGES,
     QUICK,
     TAGS,
@@ -44,7 +45,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     pages.close()
 
 
-@pytest.mark.parametrize("block", QUICK, ids=lambda block: block.name)
+SLOW = [pytest.param(block, marks=[pytest.mark.slow, pytest.mark.timeout(MINUTES_S + 100)]) for block in WHOLE]
+
+
+@pytest.mark.parametrize("block", [*QUICK, *SLOW], ids=lambda block: block.name)
 def test_a_block_runs(block: Block, pages: Pages):
     block.skip_if_something_is_missing()
     pages.run(block)

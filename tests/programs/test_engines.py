@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from programs import curve, run
+from programs import losses, run
 
 import tost_lm
 from tost_lm.testing import FLOAT32_REORDERED
@@ -18,10 +18,6 @@ LEGS = [
     (2, "deepspeed", "parallel.zero_stage=2"),
 ]
 """Ranks, engine and settings of every three steps of a run."""
-
-
-def losses(folder: Path, name: str) -> list[float]:
-    return [loss for _, loss, *_ in curve(folder, name)]
 
 
 @pytest.mark.slow

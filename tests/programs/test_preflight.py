@@ -108,11 +108,11 @@ def test_a_node_with_different_settings_shards_and_disk_gets_a_line_for_each(wor
 
 
 def test_a_full_disk_and_missing_shards_are_a_line_each(workplace: Path):
-    words = ["run.toml", "checkpoint.keep_latest_k=1000000000", "data.folder=nowhere"]
-    disk, shards = refusal("tost preflight", *words, cwd=workplace).splitlines()
-    assert disk.startswith(f"rank 0 ({HOST}): runs: ")
+    many = ["train.steps=1000000000", "checkpoint.interval=1", "checkpoint.keep_latest_k=1000000000"]
+    words = ["run.toml", *many, "data.folder=nowhere"]
+    shards, disk = refusal("tost preflight", *words, cwd=workplace).splitlines()
     # 12,692 parameters of 12 bytes
-    assert " GB free, but checkpoints need 152,304.00 GB; free " in disk
+    assert ": saving 1000000000 more checkpoints needs 152,304,000,000,000 bytes, and its disk has " in disk
     assert shards.startswith(f"rank 0 ({HOST}): nowhere: not a shard folder; ")
 
 

@@ -55,15 +55,16 @@ def check_nodes(
     device: Literal["auto", "cuda", "mps", "cpu"],
     shards_folders: Sequence[Path],
     runs_folder: Path,
-    disk_bytes: int,
+    check_disk: Callable[[], object],
     check_data: Callable[[], object],
 ) -> PreflightResult:
     """Create the process group, check and compare all ranks, measure an all_reduce, and destroy the group.
 
     Args:
         settings: must be equal on all ranks.
-        runs_folder: must be shared by all nodes, with `disk_bytes` free; need not exist.
-        check_data: called if all shards can be opened; raises TostError for a problem.
+        runs_folder: must be shared by all nodes; need not exist.
+        check_disk: raises TostError for a problem.
+        check_data: likewise; called if all shards can be opened.
 
     Raises:
         ConfigError: the device does not exist, or the ranks cannot communicate.
@@ -82,20 +83,15 @@ def check_nodes(
     with watch_ranks():
         problems = _check_shared_folder(runs_folder)
         free_bytes = next(shutil.disk_usage(path).free for path in (runs_folder, *runs_folder.parents) if path.exists())
-        if free_bytes < disk_bytes:
-            problems.append(
-                f"{runs_folder}: {_gb(free_bytes)} free, but checkpoints need {_gb(disk_bytes)}; free "
-                f"{_gb(disk_bytes - free_bytes)} or lower checkpoint.keep_latest_k"
-            )
         shards = {}
         for folder in shards_folders:
             try:
                 shards[f"the fingerprint of {folder}"] = Shards.open(folder).fingerprint[:16]
             except DataError as error:
                 problems.append(str(error))
-        if len(shards) == len(shards_folders):
+        for check in [check_disk, check_data] if len(shards) == len(shards_folders) else [check_disk]:
             try:
-                check_data()
+                check()
             except TostError as error:
                 problems.append(str(error))
 

@@ -23,12 +23,6 @@ from tost_lm.data_prep.build import BuildProgress, build_shards, building_folder
 from tost_lm.errors import ConfigError, DataError
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "read_blocks", partial(read_blocks, block_bytes=1000))  # about 20 blocks
-    monkeypatch.setattr(build, "COMMIT_SECONDS", 0.0)
-
-
 class StoppedError(Exception):
     """Ends a build before its end."""
 

@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,17 +13,10 @@ from builds import TEXTS, Built, prep_config
 from tost_lm.data.settings import DataPrepConfig
 from tost_lm.data.shard_format import SPLITS
 from tost_lm.data.shards import Shards
-from tost_lm.data.sources import read_blocks
 from tost_lm.data_prep import build
 from tost_lm.data_prep.build import build_shards
 from tost_lm.data_prep.partitions import in_partition, open_partitions, with_partition
 from tost_lm.errors import ConfigError, DataError
-
-
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "read_blocks", partial(read_blocks, block_bytes=1000))
-    monkeypatch.setattr(build, "COMMIT_SECONDS", 0.0)
 
 
 @pytest.fixture

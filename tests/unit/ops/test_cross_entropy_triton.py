@@ -120,15 +120,12 @@ def test_a_nan_stays_with_its_token(backend):
     assert torch.equal(d_x[others], clean[2][others])
 
 
-def check_loss_kernels(dtype: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_kernel_compiles_and_stays_in_registers(dtype: str):
     kernels = compile_kernels(f"loss {dtype} 50304")
     assert len(kernels) >= 2
     for kernel in kernels:
         print(*(f"{name}={value}" for name, value in kernel.items()))
         assert kernel["spilled_bytes"] == 0
         assert kernel["registers"] <= 128
-
-
-@pytest.mark.slow
-def test_the_kernel_compiles_and_stays_in_registers():
-    check_loss_kernels("bfloat16")

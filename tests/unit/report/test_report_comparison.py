@@ -11,6 +11,7 @@ import pytest
 
 from tost_lm.config import differences, leaves, to_toml, validate
 from tost_lm.errors import ConfigError
+from tost_lm.files import write_rows
 from tost_lm.inference.evaluated import write_result_file
 from tost_lm.page import Page, to_markdown
 from tost_lm.pretrain.settings import PretrainConfig
@@ -59,10 +60,6 @@ def make_run(tmp_path: Path) -> MakeRun:
 def two_groups(make_run: MakeRun) -> tuple[Path, Path, Path]:
     """Two runs of one group with different seeds, and a run of another group."""
     return make_run("a", [6.0]), make_run("b", [6.0], train={"seed": 1}), make_run("c", [6.0], optim={"lr": 0.5})
-
-
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def add_validation(folder: Path, step: int, *by_position: float, tokens: int = 128) -> None:

@@ -3,7 +3,6 @@
 import csv
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +10,11 @@ from stage_records import progress
 
 from tost_lm.checkpointing.run_folder import read_record
 from tost_lm.errors import ConfigError
+from tost_lm.files import write_rows
 from tost_lm.page import Chart, Page
 from tost_lm.report.record import RunRecord
 from tost_lm.report.run import metrics
 from tost_lm.report.training import events, losses, positions
-
-
-def add_rows(path: Path, *rows: dict[str, Any]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def measurement(step: int, *by_position: float | None) -> dict[str, Any]:
@@ -33,7 +29,7 @@ def numbers(chart: Chart) -> list[list[str]]:
 
 
 def test_the_loss_figure_has_training_and_validation_by_step(run_folder):
-    add_rows(run_folder / "validation.jsonl", measurement(50, 5.5), measurement(100, 4.25))
+    write_rows(run_folder / "validation.jsonl", [measurement(50, 5.5), measurement(100, 4.25)])
     page, (stage,) = Page("", figures="f"), progress(100, 2, 16).stages
     stages = (stage, replace(stage, name="longer", first_step=50))
     assert "](f/loss.png)" in losses(RunRecord.read(run_folder), page, stages)
@@ -45,7 +41,7 @@ def test_the_loss_figure_has_training_and_validation_by_step(run_folder):
 
 
 def test_losses_by_position_are_those_of_the_last_measurement_and_earlier_ones(run_folder):
-    add_rows(run_folder / "validation.jsonl", *[measurement(step, 6 - step / 10, 5.0) for step in range(1, 8)])
+    write_rows(run_folder / "validation.jsonl", [measurement(step, 6 - step / 10, 5.0) for step in range(1, 8)])
     page = Page("", figures="f")
     text = positions(RunRecord.read(run_folder), page)
     assert "| step 1 | 5.900 | 5.000 |\n| step 3 | 5.700 | 5.000 |\n| step 5 | 5.500 |" in text
@@ -66,18 +62,18 @@ def test_the_newest_launch_stands_beside_its_plan(run_folder):
     (run_folder / "env.json").write_text(json.dumps({"planned": planned}))
     text = metrics(RunRecord.read(run_folder))
     assert "| peak memory of a rank (GB) | 2.50 | 2.25 |\n| tokens/s | 320 | 400 |" in text
-    add_rows(run_folder / "events.jsonl", {"step": 100, "event": "resumed", "time": "…", "ranks": 2})
+    write_rows(run_folder / "events.jsonl", [{"step": 100, "event": "resumed", "time": "…", "ranks": 2}])
     assert "tost plan" not in metrics(RunRecord.read(run_folder))  # nothing is measured yet
 
 
 def test_events_have_reasons_and_samples(run_folder):
-    add_rows(
-        run_folder / "events.jsonl",
+    rows = [
         {"step": 0, "event": "started", "time": "2026-01-01T00:00:00+0000", "ranks": 2},
         {"step": 30, "event": "skipped", "time": "…", "why": "loss is nan", "samples": [58, 59]},
         {"step": 50, "event": "stopped", "time": "…", "why": "SIGTERM"},
         {"step": 50, "event": "resumed", "time": "…", "ranks": 4},
-    )
+    ]
+    write_rows(run_folder / "events.jsonl", rows)
     text = events(RunRecord.read(run_folder))
     assert "skipped step: 1, resumed: 1, stopped early: 1." in text
     assert "| 30 | skipped step | loss is nan; samples 58–59 |" in text

@@ -14,7 +14,6 @@ The token's own term of S1's gradient is combined with that of w²/S1, because t
 token; so R1 sums later tokens only. Where S1 is below its floor, the floor replaces it and has no gradient.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,7 +24,6 @@ from torch import Tensor
 from tost_lm.mixers.layer import HeadSoftmax
 from tost_lm.mixers.tssa.phases import Inputs, Stored, Sums
 from tost_lm.mixers.tssa.statistics import ENERGY_FLOOR
-from tost_lm.ops.layout import Layout
 from tost_lm.ops.precision import MASS_FLOOR, running_dtype, statistics_dtype
 from tost_lm.sizes import CPU_CHUNK_ELEMENTS, DEVICE_CHUNK_ELEMENTS
 
@@ -68,17 +66,7 @@ class Chunk:
 
 def chunks(inputs: Inputs) -> Iterator[Chunk]:
     """All chunks. The next chunk reuses the scratch memory of this one."""
-    for document in documents(inputs):
-        yield from document
-
-
-def documents(inputs: Inputs, newest_first: bool = False) -> Iterator[Iterator[Chunk]]:
-    """The chunks of each document in turn."""
-    scratch: list[Tensor] = []
-    starts, ends = inputs.layout.start_K.tolist(), inputs.layout.end_K.tolist()
-    for first, last in pairwise(inputs.layout.first_chunk_N1.tolist()):
-        indices = range(first, last)[:: -1 if newest_first else 1]
-        yield (Chunk(index, starts[index], ends[index], inputs, scratch) for index in indices)
+    yield from _Running(inputs, ())
 
 
 def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
@@ -90,28 +78,27 @@ def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
 
 def energy(inputs: Inputs) -> Sums:
     """(a) Σ w²."""
-    sums_KHD = _rows(inputs)
-    for chunk in chunks(inputs):
+    sums = _Running(inputs, _zeros(inputs)[:1])
+    for chunk in sums:
         w = chunk.read(inputs.w_MHD)
-        sums_KHD[chunk.index] = chunk.product(w, w).sum(0)
-    return _over_earlier_chunks(sums_KHD, inputs.layout)
+        sums.add(chunk.product(w, w).sum(0))
+    return sums.here()[0]
 
 
 def memberships(inputs: Inputs, energy_KHD: Tensor) -> tuple[Tensor, Sums, Sums]:
     """(b) Π [M, H], Σ Π·w² and Σ Π, given S1 before each chunk."""
-    w_MHD, layout = inputs.w_MHD, inputs.layout
+    w_MHD = inputs.w_MHD
     z_MH = w_MHD.new_empty(w_MHD.shape[:2], dtype=statistics_dtype(w_MHD))
     for chunk in chunks(inputs):
         w = chunk.read(w_MHD)
         z_MH[chunk.tokens] = scores(chunk, chunk.product(w, w), energy_KHD[chunk.index])
     pi_MH = (inputs.softmax or HeadSoftmax()).forward(z_MH)
-    weighted_KHD = _rows(inputs)
-    mass_KH = torch.empty_like(weighted_KHD[..., 0])
-    for chunk in chunks(inputs):
+    sums = _Running(inputs, _zeros(inputs)[1:])
+    for chunk in sums:
         w, pi = chunk.read(w_MHD), pi_MH[chunk.tokens]
-        weighted_KHD[chunk.index] = chunk.product(w, w).mul_(pi[..., None]).sum(0)
-        mass_KH[chunk.index] = pi.sum(0)
-    return pi_MH, _over_earlier_chunks(weighted_KHD, layout), _over_earlier_chunks(mass_KH, layout)
+        sums.add(chunk.product(w, w).mul_(pi[..., None]).sum(0), pi.sum(0))
+    weighted, mass = sums.here()
+    return pi_MH, weighted, mass
 
 
 def output(inputs: Inputs, stored: Stored) -> Tensor:
@@ -126,13 +113,12 @@ def output(inputs: Inputs, stored: Stored) -> Tensor:
 
 def output_backward(dy_MHD: Tensor, inputs: Inputs, stored: Stored) -> tuple[Sums, Sums]:
     """(c′) The gradients of S2 and N."""
-    d_weighted_KHD = _rows(inputs)
-    d_mass_KH = torch.empty_like(d_weighted_KHD[..., 0])
-    for chunk in chunks(inputs):
+    sums = _Running(inputs, _zeros(inputs)[1:], newest_first=True)
+    for chunk in sums:
         out = output_gradients(chunk, dy_MHD, stored)
-        d_weighted_KHD[chunk.index] = out.d_weighted.sum(0)
-        d_mass_KH[chunk.index] = out.d_mass.sum(0)
-    return _over_later_chunks(d_weighted_KHD, inputs.layout), _over_later_chunks(d_mass_KH, inputs.layout)
+        sums.add(out.d_weighted.sum(0), out.d_mass.sum(0))
+    d_weighted, d_mass = sums.here()
+    return d_weighted, d_mass
 
 
 def memberships_backward(
@@ -145,14 +131,14 @@ def memberships_backward(
         running_sum_(out.d_weighted, d_weighted_KHD[chunk.index], newest_first=True)
         d_pi_MH[chunk.tokens] = membership_gradients(chunk, out, d_mass_KH[chunk.index])
     d_z_MH = (inputs.softmax or HeadSoftmax()).backward(stored.pi_MH, d_pi_MH)
-    d_energy_KHD = _rows(inputs)
-    d_temp_H = torch.zeros_like(inputs.temp_H)
-    for chunk in chunks(inputs):
+    d_temp_KH = [inputs.temp_H] * len(stored.mass_KH)
+    sums = _Running(inputs, _zeros(inputs)[:1], newest_first=True)
+    for chunk in sums:
         w = chunk.read(inputs.w_MHD)
         score = score_gradients(chunk, d_z_MH[chunk.tokens], chunk.product(w, w), stored.energy_KHD[chunk.index])
-        d_energy_KHD[chunk.index] = score.d_energy.sum(0)
-        d_temp_H += score.d_temp
-    return d_z_MH, d_temp_H, _over_later_chunks(d_energy_KHD, inputs.layout)
+        d_temp_KH[chunk.index] = score.d_temp
+        sums.add(score.d_energy.sum(0))
+    return d_z_MH, sum(d_temp_KH, torch.zeros_like(inputs.temp_H)), sums.here()[0]
 
 
 def energy_backward(
@@ -175,18 +161,16 @@ def all_phases(inputs: Inputs, initial_N: Sequence[Tensor]) -> tuple[Tensor, Sto
     """y [M, H, D], what the backward reads, and the final statistics (none without initial ones)."""
     y_MHD, softmax = torch.empty_like(inputs.w_MHD), HeadSoftmax()
     pi_MH = y_MHD.new_empty(y_MHD.shape[:2], dtype=statistics_dtype(y_MHD))
-    sums = _Running(inputs, initial_N)
-    for document in documents(inputs):
-        for chunk in document:
-            w, (energy, weighted, mass) = chunk.read(inputs.w_MHD), sums.before()
-            w_sq = chunk.product(w, w)
-            energy_here = w_sq.sum(0)
-            pi_MH[chunk.tokens] = pi = softmax.forward(scores(chunk, w_sq, energy))
-            terms = w_sq.mul_(pi[..., None])
-            sums.add(energy_here, terms.sum(0), pi.sum(0))
-            write_output(chunk, y_MHD, w, pi, terms, weighted, mass)
-        sums.end_document()
-    return y_MHD, Stored(pi_MH, *sums.of_chunks()), sums.finals()
+    sums = _Running(inputs, _zeros(inputs), initial_N)
+    for chunk in sums:
+        w, (energy, weighted, mass) = chunk.read(inputs.w_MHD), sums.before
+        w_sq = chunk.product(w, w)
+        energy_here = w_sq.sum(0)
+        pi_MH[chunk.tokens] = pi = softmax.forward(scores(chunk, w_sq, energy))
+        terms = w_sq.mul_(pi[..., None])
+        sums.add(energy_here, terms.sum(0), pi.sum(0))
+        write_output(chunk, y_MHD, w, pi, terms, weighted, mass)
+    return y_MHD, Stored(pi_MH, *(x.chunk for x in sums.here())), sums.finals()
 
 
 def all_phases_backward(
@@ -195,55 +179,66 @@ def all_phases_backward(
     """dw [M, H, D], dz [M, H], and the gradients of temp [H] and of the initial statistics."""
     dw_MHD, d_z_MH, softmax = torch.empty_like(inputs.w_MHD), torch.empty_like(stored.pi_MH), HeadSoftmax()
     d_temp_KH = [inputs.temp_H] * len(stored.mass_KH)
-    sums = _Running(inputs, d_final_N)
-    for document in documents(inputs, newest_first=True):
-        for chunk in document:
-            pi, (d_energy, d_weighted, d_mass) = stored.pi_MH[chunk.tokens], sums.before()
-            out = output_gradients(chunk, dy_MHD, stored)
-            d_weighted_here = out.d_weighted.sum(0)
-            running_sum_(out.d_weighted, d_weighted, newest_first=True)
-            d_z_MH[chunk.tokens] = d_z = softmax.backward(pi, membership_gradients(chunk, out, d_mass))
-            score = score_gradients(chunk, d_z, out.w_sq, stored.energy_KHD[chunk.index])
-            d_temp_KH[chunk.index] = score.d_temp
-            sums.add(score.d_energy.sum(0), d_weighted_here, out.d_mass.sum(0))
-            write_input_gradient(chunk, dw_MHD, pi, out, score, d_energy)
-        sums.end_document()
+    sums = _Running(inputs, _zeros(inputs), d_final_N, newest_first=True)
+    for chunk in sums:
+        pi, (d_energy, d_weighted, d_mass) = stored.pi_MH[chunk.tokens], sums.before
+        out = output_gradients(chunk, dy_MHD, stored)
+        d_weighted_here = out.d_weighted.sum(0)
+        running_sum_(out.d_weighted, d_weighted, newest_first=True)
+        d_z_MH[chunk.tokens] = d_z = softmax.backward(pi, membership_gradients(chunk, out, d_mass))
+        score = score_gradients(chunk, d_z, out.w_sq, stored.energy_KHD[chunk.index])
+        d_temp_KH[chunk.index] = score.d_temp
+        sums.add(score.d_energy.sum(0), d_weighted_here, out.d_mass.sum(0))
+        write_input_gradient(chunk, dw_MHD, pi, out, score, d_energy)
     return dw_MHD, d_z_MH, sum(d_temp_KH, torch.zeros_like(inputs.temp_H)), sums.finals()
 
 
+def _zeros(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """S1, S2 and N of no tokens."""
+    w_MHD = inputs.w_MHD
+    zeros_HD = w_MHD.new_zeros(w_MHD.shape[1:], dtype=running_dtype(w_MHD.device))
+    return zeros_HD, zeros_HD, zeros_HD[:, 0]
+
+
 class _Running:
-    """Sums of S1, S2 and N, or of their gradients, over the chunks of a document so far, on top of what is outside."""
+    """The chunks of each document in turn, and sums of some of S1, S2 and N, or of their gradients, over the chunks of
+    the document so far, on top of what is outside."""
 
-    def __init__(self, inputs: Inputs, outside_N: Sequence[Tensor]):
+    def __init__(
+        self, inputs: Inputs, zeros: Sequence[Tensor], outside_N: Sequence[Tensor] = (), newest_first: bool = False
+    ):
         """`outside_N`: of each document; empty: 0."""
-        w_MHD = inputs.w_MHD
-        self._outside_N, self._dtype = outside_N, statistics_dtype(w_MHD)
-        zeros_HD = w_MHD.new_zeros(w_MHD.shape[1:], dtype=running_dtype(w_MHD.device))
-        self._zeros = zeros_HD, zeros_HD, zeros_HD[:, 0]
-        self._sums, self._documents, self._of_chunks = self._zeros, [], []
+        self._inputs, self._zeros, self._outside_N, self._newest_first = inputs, zeros, outside_N, newest_first
+        self._dtype = statistics_dtype(inputs.w_MHD)
+        self._before_K, self._sums_N = [[]] * len(inputs.layout.start_K), []
 
-    def before(self) -> Sequence[Tensor]:
-        sums = [x.to(self._dtype) for x in self._sums]
-        if self._outside_N:
-            sums = [x + outside_N[len(self._documents)] for x, outside_N in zip(sums, self._outside_N, strict=True)]
-        self._of_chunks.append(sums)
-        return sums
+    def __iter__(self) -> Iterator[Chunk]:
+        scratch, layout = [], self._inputs.layout
+        starts, ends = layout.start_K.tolist(), layout.end_K.tolist()
+        for document, (first, last) in enumerate(pairwise(layout.first_chunk_N1.tolist())):
+            self._sums = self._zeros
+            for index in range(first, last)[:: -1 if self._newest_first else 1]:
+                before = [x.to(self._dtype) for x in self._sums]
+                if self._outside_N:
+                    before = [x + outside_N[document] for x, outside_N in zip(before, self._outside_N, strict=True)]
+                self.before = self._before_K[index] = before
+                yield Chunk(index, starts[index], ends[index], self._inputs, scratch)
+            self._sums_N.append([x.to(self._dtype) for x in self._sums])
 
     def add(self, *terms: Tensor) -> None:
+        """Those of the chunk."""
         self._sums = [x + term for x, term in zip(self._sums, terms, strict=True)]
 
-    def end_document(self) -> None:
-        self._documents.append([x.to(self._dtype) for x in self._sums])
-        self._sums = self._zeros
-
-    def of_chunks(self) -> Iterator[Tensor]:
-        return map(torch.stack, zip(*self._of_chunks, strict=True))
+    def here(self) -> list[Sums]:
+        return [Sums(*sums) for sums in zip(_stack(self._before_K), _stack(self._sums_N), strict=True)]
 
     def finals(self) -> list[Tensor]:
-        if not self._outside_N:
-            return []
-        here_N = map(torch.stack, zip(*self._documents, strict=True))
-        return [outside_N + x_N for outside_N, x_N in zip(self._outside_N, here_N, strict=True)]
+        """The sums over whole documents; none without sums outside."""
+        return [outside_N + here.document for outside_N, here in zip(self._outside_N, self.here(), strict=False)]
+
+
+def _stack(rows: Sequence[Sequence[Tensor]]) -> Iterator[Tensor]:
+    return map(torch.stack, zip(*rows, strict=True))
 
 
 # --- Functions of one chunk: [t, H, D] and [t, H]. Tensors of w's size are in the chunk's scratch memory.
@@ -393,23 +388,3 @@ def _set_floor_(energy: Tensor) -> Tensor | None:
     below = energy < ENERGY_FLOOR
     energy.clamp_min_(ENERGY_FLOOR)
     return below
-
-
-def _rows(inputs: Inputs) -> Tensor:
-    w_MHD = inputs.w_MHD
-    return w_MHD.new_empty(len(inputs.layout.start_K), *w_MHD.shape[1:], dtype=statistics_dtype(w_MHD))
-
-
-def _over_earlier_chunks(rows_K: Tensor, layout: Layout) -> Sums:
-    sums_K, totals = torch.empty_like(rows_K), []
-    for first, last in pairwise(layout.first_chunk_N1.tolist()):
-        up_to = rows_K[first:last].cumsum(0, dtype=running_dtype(rows_K.device))
-        sums_K[first:last] = torch.cat([torch.zeros_like(up_to[:1]), up_to[:-1]])
-        totals.append(up_to[-1])
-    return Sums(sums_K, torch.stack(totals).to(rows_K.dtype))
-
-
-def _over_later_chunks(rows_K: Tensor, layout: Layout) -> Sums:
-    reverse = dataclasses.replace(layout, first_chunk_N1=len(rows_K) - layout.first_chunk_N1.flip(0))
-    sums = _over_earlier_chunks(rows_K.flip(0), reverse)
-    return Sums(sums.chunk.flip(0), sums.document.flip(0))

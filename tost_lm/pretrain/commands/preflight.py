@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
+from tost_lm.checkpointing.run_folder import require_disk_space_for_run, step_folders, step_of
 from tost_lm.command_line import run_program
 from tost_lm.errors import ConfigError, install_hint
 from tost_lm.parallel.launch import start_ranks
@@ -35,19 +36,20 @@ def main(path: Path, config: PretrainConfig) -> None:
         device=config.run.device,
         shards_folders=list(dict.fromkeys(folder for stage in stages for folder in stage.config.data.folders)),
         runs_folder=config.run_folder.parent,
-        disk_bytes=disk_bytes(config),
+        check_disk=lambda: require_disk_space_for_run(
+            config.run_folder,
+            config.checkpoint,
+            int(checkpoint_bytes(config)),
+            max((step_of(folder) or 0 for folder in step_folders(config.run_folder)), default=0),
+            stages[-1].config.last_step,
+            keeps_best=config.validation.interval is not None,
+        ),
         check_data=lambda: check_stages(stages),
     )
     if os.environ.get("RANK", "0") == "0":
         print(result.table, *["ok"] * (not result.problems), sep="\n")
     if result.problems:
         raise error_of_all_ranks(result.problems)
-
-
-def disk_bytes(config: PretrainConfig) -> int:
-    """Additional disk space for the run's checkpoints: those that are kept, and one that is being written."""
-    existing = sum(file.stat().st_size for file in (config.run_folder / "checkpoints").rglob("*") if file.is_file())
-    return (config.checkpoint.keep_latest_k + 1) * int(checkpoint_bytes(config)) - existing
 
 
 def run() -> NoReturn:

@@ -11,6 +11,9 @@ import pytest
 pytest.importorskip("triton")
 
 
+CALLS = ("bfloat16 12 64 bias 0 100,130", "float32 5 80 none 1024 100,130")
+
+
 def compile_kernels(call: str, **environment: str) -> list[dict]:
     """The kernels of a call, compiled in its own process, because this one may interpret kernels."""
     program = str(Path(__file__).with_name("compile_for_hopper.py"))
@@ -32,6 +35,12 @@ def check_kernels(kernels: list[dict]) -> None:
     assert max(kernel["shared_bytes"] for kernel in kernels) <= 48 * 1024
     # A thread holds channels, one token after another: a sum over tokens needs no other thread.
     assert [kernel["shuffles"] for kernel in kernels if kernel["kernel"] == "energy_kernel"] == [0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS)
+def test_kernels_of_other_shapes_compile_and_stay_in_registers(call: str):
+    check_kernels(compile_kernels(call))
 
 
 @pytest.mark.slow
