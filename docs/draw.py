@@ -6,6 +6,7 @@
 - length.png: `python -m benchmarks.model`
 - positions.png: `python -m experiments.comparison`
 - traffic.png: plans of one layer, beside the formulas of other methods
+- retrieval.png: results/smollm2.json, with its command
 
 Of benchmarks, the newest result in results/benchmarks.
 """
@@ -18,11 +19,14 @@ from statistics import fmean, median
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.comparison.__main__ import stored
 from tost_lm.config import load_config, recipes
+from tost_lm.inference.effective_length import accuracy_of
+from tost_lm.page import draw_heatmap
 from tost_lm.pretrain.plan.fit import complete, gpu_bytes
 from tost_lm.pretrain.plan.settings import PlanConfig
 from tost_lm.pretrain.plan.traffic import collectives, collectives_of_replicas
@@ -113,6 +117,22 @@ def draw_positions() -> Figure:
     return figure
 
 
+def draw_retrieval() -> Figure:
+    """What SmolLM2-135M finds by length: needles by their depth, and the mean of each task."""
+    found = json.loads((CHECKOUT / "results/smollm2.json").read_text())["results"]
+    lengths = [cell["length"] for cell in found[0]["cells"]]
+    needles = next(one["cells"] for one in found if one["protocol"] == "needle@keys")
+    by_depth = {f"depth {own[0]['depth']:g}": own for own in zip(*(cell["depths"] for cell in needles), strict=True)}
+    by_task = {one["protocol"].partition("@")[0]: one["cells"] for one in found}
+    figure, panels = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    for axis, rows, title in zip(panels, (by_depth, by_task), ("needle, by depth", "all tasks"), strict=True):
+        percent_RL = np.array([[100 * cell[accuracy_of(cell)] for cell in row] for row in rows.values()])
+        image = draw_heatmap(axis, percent_RL, lengths, list(rows))
+        axis.set_title(title, fontsize=10)
+    figure.colorbar(image, ax=panels, label="accuracy (%)")
+    return figure
+
+
 def _of_layer(letter: str, tokens: int) -> PlanConfig:
     layout = [f"parallel.sequence={RANKS}", "train.micro_batch_size=1", "train.global_batch_size=1", "train.steps=5000"]
     return _plan(
@@ -187,7 +207,13 @@ def draw_length() -> Figure:
     return figure
 
 
-FIGURES = {"memory": draw_memory, "length": draw_length, "positions": draw_positions, "traffic": draw_traffic}
+FIGURES = {
+    "memory": draw_memory,
+    "length": draw_length,
+    "positions": draw_positions,
+    "traffic": draw_traffic,
+    "retrieval": draw_retrieval,
+}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():
