@@ -35,7 +35,7 @@ BLOCK_LAUNCHES = 32
 COMPILED_BLOCK_LAUNCHES = 16 + PRODUCTS
 """The same under torch.compile, at most, which makes few kernels of all but the products: a graph may also join
 operations of the mixer around its operators."""
-MODEL_LAUNCHES = 22
+MODEL_LAUNCHES = 21
 """Operations outside the blocks for a tile of a micro-batch: embedding, last norm and loss."""
 COLLECTIVE_LAUNCHES = 3
 """Operations of a collective: a copy into its buffer, itself, and a copy out."""
