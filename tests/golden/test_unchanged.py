@@ -15,9 +15,6 @@ from tost_lm.testing import FLOAT32_REORDERED, assert_as_accurate
 pytestmark = pytest.mark.timeout(900)
 
 STEEP = 8
-OF_ANOTHER = ("needle@keys/", "records@numbers/")
-"""Tasks whose stored values were measured on an AMD EPYC when their texts changed, until `golden.py evaluation`
-measures them on the processor of each file."""
 
 
 @cache
@@ -71,8 +68,7 @@ def test_evaluation_is_unchanged():
     (results, same_processor), found = stored(), evaluated()
     assert found.keys() == results["evaluation"].keys()
     for name, value in results["evaluation"].items():
-        is_own = same_processor and not any(task in name for task in OF_ANOTHER)
-        assert_same(found[name], value, is_own, name)
+        assert_same(found[name], value, same_processor, name)
 
 
 def assert_same(ours: Any, theirs: Any, same_processor: bool, name: str) -> None:
