@@ -6,7 +6,15 @@ import pytest
 import torch
 from memory_of_training import settings_of, start_measured
 
-from tost_lm.checkpointing.format import Progress, flush_and_hash, publish_checkpoint, shard_name, write_tensors
+from tost_lm.checkpointing.format import (
+    RNG,
+    RNG_NAME,
+    Progress,
+    flush_and_hash,
+    publish_checkpoint,
+    shard_name,
+    write_tensors,
+)
 from tost_lm.checkpointing.writer import assign_writers
 from tost_lm.config import validate
 from tost_lm.model.lm import parameter_shapes
@@ -39,6 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_tensors(temp / shard_name("model", number, SHARDS), {name: torch.ones(shapes[name]) for name in names})
         moments = {f"{key}/{name}": torch.ones(shapes[name]) for name in names for key in ("exp_avg", "exp_avg_sq")}
         write_tensors(temp / shard_name("optimizer", number, SHARDS), moments)
+    write_tensors(temp / RNG, {RNG_NAME: torch.get_rng_state()})
     Progress(step=1, updates=1).write(temp)
     publish_checkpoint(temp, folder, {file.name: flush_and_hash(file) for file in temp.iterdir()})
     return folder
