@@ -46,22 +46,22 @@ if __name__ == "__main__" and (missing := [name for name in NEEDED if find_spec(
     )
     sys.exit(2)
 
-import torch  # noqa: E402
-from pydantic import Field  # noqa: E402
-from torch.cuda import nccl  # noqa: E402
+import torch
+from pydantic import Field
+from torch.cuda import nccl
 
-from benchmarks import measure  # noqa: E402
-from benchmarks.measure import CHECKOUT, RESULTS, median_seconds, results_file  # noqa: E402
-from benchmarks.plain import beside_plain_loop  # noqa: E402
-from tost_lm.command_line import run_program  # noqa: E402
-from tost_lm.config import Section, validate  # noqa: E402
-from tost_lm.errors import ConfigError  # noqa: E402
-from tost_lm.files import read_rows  # noqa: E402
-from tost_lm.inference.decoding import decoder  # noqa: E402
-from tost_lm.model import ModelConfig, TostLM  # noqa: E402
-from tost_lm.model.flops import peak_flops  # noqa: E402
-from tost_lm.model.streaming import prefill  # noqa: E402
-from tost_lm.testing import assert_as_accurate  # noqa: E402
+from benchmarks import measure
+from benchmarks.measure import CHECKOUT, RESULTS, median_seconds, results_file
+from benchmarks.plain import beside_plain_loop
+from tost_lm.command_line import run_program
+from tost_lm.config import Section, validate
+from tost_lm.errors import ConfigError
+from tost_lm.files import read_rows
+from tost_lm.inference.decoding import decoder
+from tost_lm.model import ModelConfig, TostLM
+from tost_lm.model.flops import peak_flops
+from tost_lm.model.streaming import prefill
+from tost_lm.testing import assert_as_accurate
 
 OUTPUTS = RESULTS / "gpu"
 WORK = OUTPUTS / "work"  # of the commands; each run of this program makes it anew

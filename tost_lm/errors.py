@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +12,13 @@ if TYPE_CHECKING:
 def printable(text: str, keep: str = "") -> str:
     """A text with control characters (except those in `keep`) and lone surrogates escaped."""
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first names, in at most about 200 characters."""
+    first = list(islice(names, 9))
+    shown = printable(", ".join(name[:201] for name in first[:8]))
+    return (shown[:200] + " …" if len(shown) > 200 or len(first) > 8 else shown) or "none"
 
 
 SHOWN = 100  # characters of a path in a file

@@ -31,14 +31,14 @@ if __name__ == "__main__":
         *(str(HERE.parent / tier) for tier in ("unit/testing", "multiprocess", "programs")),
     ]
 
-import torch  # noqa: E402
-from other_forms import OTHER_FORMS  # noqa: E402
-from programs import run  # noqa: E402
-from training_on_layouts import build_engine, train_in_one_process, train_steps  # noqa: E402
+import torch
+from other_forms import OTHER_FORMS
+from programs import run
+from training_on_layouts import build_engine, train_in_one_process, train_steps
 
-from tost_lm.config import leaves  # noqa: E402
-from tost_lm.parallel.settings import ParallelConfig  # noqa: E402
-from tost_lm.testing import run_on_ranks  # noqa: E402
+from tost_lm.config import leaves
+from tost_lm.parallel.settings import ParallelConfig
+from tost_lm.testing import run_on_ranks
 
 FROZEN, RESULTS = HERE / "frozen", HERE / "results"
 STEPS = 10

@@ -83,7 +83,7 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
     from tost_lm.inference.hugging_face import print_only_errors
     from tost_lm.interop.card import model_card
     from tost_lm.interop.load import form_of
-    from tost_lm.interop.public_form import read_their_tokenizer
+    from tost_lm.interop.public_tokenizer import read_their_tokenizer
 
     form = form_of(source)
     if form is None:

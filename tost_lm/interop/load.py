@@ -70,7 +70,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     source = local_model(path_or_url("path", path))
     if form_of(source) is None:
         return read_tokenizer(find_tokenizer(find_checkpoint(source)))
-    from tost_lm.interop.public_form import read_their_tokenizer
+    from tost_lm.interop.public_tokenizer import read_their_tokenizer
 
     tokenizer = read_their_tokenizer(source)
     if tokenizer is None:

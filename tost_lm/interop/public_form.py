@@ -21,17 +21,15 @@ from torch import Tensor
 
 from tost_lm.checkpointing.format import CARD, CONVERSION, StoredTensors, read_model_config, write_tensors
 from tost_lm.config import leaves, validate
-from tost_lm.data.sources.blocks import listed
-from tost_lm.data.tokenizers import HfTokenizer, SentencePieceTokenizer, Tokenizer, find_tokenizer, read_tokenizer
-from tost_lm.data.tokenizers.hf import eos_token, hf_tokenizer
-from tost_lm.data.tokenizers.lossless import FORMS
-from tost_lm.errors import CheckpointError, ConfigError, DataError, first_line
+from tost_lm.data.tokenizers import SentencePieceTokenizer, Tokenizer, find_tokenizer, read_tokenizer
+from tost_lm.errors import CheckpointError, ConfigError, DataError, first_line, listed
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, usual_mode
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.foreign_folder import CONFIG, read_settings, weight_files
 from tost_lm.inference.hugging_face import transformers_library
 from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
 from tost_lm.interop.public_layers import LAYERS, fixed_rotary, our_rotary, their_rotary, unsupported
+from tost_lm.interop.public_tokenizer import files_of_tokenizer, write_tokenizer
 from tost_lm.model import ModelConfig
 from tost_lm.model.lm import parameter_shapes
 
@@ -56,8 +54,6 @@ FIXED: dict[str, Any] = {
 """Their settings with one supported value, beside those of layers; the class of a form may not have them all."""
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float32}
 """Those that are read, by their names in safetensors, and written."""
-KEPT_FILES = ("*token*", "vocab.*", "merges.*", "chat_template.*", "generation_config.json")
-"""Files of tokenizer and generation beside a model."""
 UNLIMITED = 1 << 20
 """Positions of a trained model without rotary embeddings. It reads any length, but other tools refuse longer texts, and
 some reserve memory for as many tokens."""
@@ -177,9 +173,9 @@ class PublicForm:
             DataError: the tokenizer of `like` is another, or the sizes of its text part are.
         """
         theirs = self.their_settings(config, tokenizer.eot, as_read=as_read, like=like)
-        if isinstance(tokenizer, SentencePieceTokenizer):  # texts begin with it: see `_write_tokenizer`
+        if isinstance(tokenizer, SentencePieceTokenizer):  # texts begin with it: see `write_tokenizer`
             theirs.bos_token_id = tokenizer.eot
-        files, kept = ([], {}) if like is None else (_files_of_tokenizer(like, tokenizer), self._stored(like))
+        files, kept = ([], {}) if like is None else (files_of_tokenizer(like, tokenizer), self._stored(like))
         model = self._build(theirs, folder)
         dtypes = {name: x.dtype for name, one in kept.items() if (x := one.on_meta).is_floating_point()}
         shapes = {name: one.shape for name, one in self.in_files(model).items()}
@@ -199,7 +195,7 @@ class PublicForm:
                 for path in weight_files(temporary):
                     usual_mode(path)
             if like is None:
-                _write_tokenizer(temporary, tokenizer)
+                write_tokenizer(temporary, tokenizer)
             for path in files:
                 shutil.copyfile(path, temporary / path.name)
             if card:
@@ -421,51 +417,6 @@ def _check_supported(ours: Mapping[str, Any], supported: Mapping[str, Any], thei
                 for name, value in differing.items()
             )
         )
-
-
-def read_their_tokenizer(folder: Path) -> HfTokenizer | None:
-    """The tokenizer of a model folder, with the end-of-text token of `eos_token`; None: it has none.
-
-    Raises:
-        DataError: it is damaged, not lossless, or its folder names no such token.
-    """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
-    if (token := eos_token(folder)) is None:
-        raise DataError(f"{folder / CONFIG}: eos_token_id is no token of {path.name}; correct it")
-    return hf_tokenizer(path, token, FORMS[-1])
-
-
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write that of the library, if there is one. Texts begin with the end-of-text token if they did in training.
-
-    Tools that compute SentencePiece themselves read its own file.
-    """
-    if isinstance(tokenizer, HfTokenizer):
-        library = transformers_library()
-        import tokenizers
-
-        pipeline = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json)
-        fast = library.PreTrainedTokenizerFast(tokenizer_object=pipeline, eos_token=tokenizer.eot_token)
-        fast.save_pretrained(folder)
-    else:
-        from tost_lm.interop.hf import fast_tokenizer
-
-        if fast := fast_tokenizer(tokenizer):
-            fast.save_pretrained(folder)
-            (folder / tokenizer.file_name).write_bytes(tokenizer.model_bytes)
-
-
-def _files_of_tokenizer(like: Path, tokenizer: Tokenizer) -> list[Path]:
-    """The files of tokenizer, chat template and generation in a folder. Raises DataError: its tokenizer is another."""
-    whole = like / "tokenizer.json"
-    text = whole.read_text("utf-8") if whole.is_file() else None
-    if not isinstance(tokenizer, HfTokenizer) or text != tokenizer.tokenizer_json:
-        raise DataError(
-            f"convert.like {like}: its tokenizer.json is not the model's; give the folder that it came from"
-        )
-    return sorted({path for pattern in KEPT_FILES for path in like.glob(pattern) if path.is_file()})
 
 
 def _check_shapes(like: Path, found: Mapping[str, Tensor], stored: Mapping[str, "_Stored"]) -> None:

@@ -23,7 +23,7 @@ class _Shared(Section):
     sets: Sets = Field(default_factory=dict)
     """The files of test sets by name, in their published format, compressed if the name ends in .gz. A set without a file is downloaded from the Hugging Face hub into data/test_sets, if the hub has it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The weights and products of the model; scores, norms and states that sum are float32 in both. Large models need bfloat16 on GPUs, where its products are ten times as fast."""
+    """Of the weights and products of the model; scores are float32 in both. Large models need bfloat16 on GPUs."""
     zero_shot: WindowConfig = Field(default_factory=WindowConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     parallel: RanksConfig = Field(default_factory=RanksConfig)

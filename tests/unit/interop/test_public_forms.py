@@ -28,8 +28,9 @@ from tost_lm.inference.hugging_face import find_evaluated
 from tost_lm.interop import MODULES, load
 from tost_lm.interop.llama import FORM as LLAMA
 from tost_lm.interop.olmo_hybrid import FORM as OLMO_HYBRID
-from tost_lm.interop.public_form import PublicForm, read_their_tokenizer
+from tost_lm.interop.public_form import PublicForm
 from tost_lm.interop.public_layers import ATTENTION
+from tost_lm.interop.public_tokenizer import read_their_tokenizer
 from tost_lm.interop.qwen3 import FORM as QWEN3
 from tost_lm.interop.qwen3_5 import FORM as QWEN3_5
 from tost_lm.model import ModelConfig, TostLM

@@ -13,7 +13,7 @@ from test_public_forms import assert_equal_bits, run_theirs
 
 from tost_lm.config import find_recipe, load_config
 from tost_lm.interop.load import read_config
-from tost_lm.interop.public_form import read_their_tokenizer
+from tost_lm.interop.public_tokenizer import read_their_tokenizer
 from tost_lm.interop.qwen3_5 import FORM as QWEN3_5
 from tost_lm.model import TostLM
 from tost_lm.pretrain.changes import require_same_model

@@ -31,11 +31,10 @@ from tost_lm.data.sources.blocks import (
     Source,
     SourceBlock,
     parse,
-    printable,
 )
 from tost_lm.data.sources.chats import CHAT_FILES, Chats
 from tost_lm.data.sources.files import CorpusFile, corpus_files, format_of, left_out_files, token_files
-from tost_lm.errors import ConfigError, DataError, first_line
+from tost_lm.errors import ConfigError, DataError, first_line, printable
 
 __all__ = [
     "CHAT_FILES",

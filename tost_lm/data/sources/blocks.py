@@ -8,20 +8,12 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tost_lm.data.settings import CorpusConfig
 from tost_lm.data.sources.chats import MESSAGES, PAIR, TOOLS, Chats, Parts, UnusableError, completed
-from tost_lm.errors import DataError, printable
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first names, in at most about 200 characters."""
-    first = list(islice(names, 9))
-    shown = printable(", ".join(name[:201] for name in first[:8]))
-    return (shown[:200] + " …" if len(shown) > 200 or len(first) > 8 else shown) or "none"
+from tost_lm.errors import DataError, listed
 
 
 def too_long(what: str) -> DataError:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from tost_lm.data.sources.blocks import CorpusFormat, listed
+from tost_lm.data.sources.blocks import CorpusFormat
 from tost_lm.data.sources.lines import COMPRESSIONS, JSON_LINES, TEXT
 from tost_lm.data.sources.tables import PARQUET
-from tost_lm.errors import DataError
+from tost_lm.errors import DataError, listed
 from tost_lm.files import regular_file
 from tost_lm.remote import RemotePath, as_path, glob_files, list_files
 

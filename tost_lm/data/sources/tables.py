@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tost_lm.data.settings import CorpusConfig
-from tost_lm.data.sources.blocks import ROW, ROW_LIMIT, CorpusFormat, SourceBlock, divided_fields, listed, too_long
+from tost_lm.data.sources.blocks import ROW, ROW_LIMIT, CorpusFormat, SourceBlock, divided_fields, too_long
 from tost_lm.data.sources.chats import TOOLS
-from tost_lm.errors import DataError
+from tost_lm.errors import DataError, listed
 from tost_lm.remote import RemotePath, RemoteReader
 
 PARQUET_ROWS = 16

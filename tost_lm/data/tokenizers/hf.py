@@ -7,11 +7,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tost_lm.data.sources.blocks import listed
 from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, Tokenizer, escape
 from tost_lm.data.tokenizers.interface import UNESCAPED as SENTENCEPIECE_UNESCAPED
 from tost_lm.data.tokenizers.lossless import FORMS, SHOWN, every_character, first_loss, in_form
-from tost_lm.errors import DataError, first_line, install_hint
+from tost_lm.errors import DataError, first_line, install_hint, listed
 from tost_lm.files import regular_file
 
 BREAK = ESCAPE + "2"  # decodes to nothing
