@@ -84,13 +84,17 @@ def test_tost_train_ends_soon_after_a_stopped_rank_is_named(workplace: Path, pac
 
 
 def test_out_of_memory_names_the_settings_to_change(workplace: Path, times: Times, record_fault: RecordFault):
-    words = ("model.width=256", "train.micro_batch_size=4096", "train.global_batch_size=4096")
+    words = ("model.width=256", "train.micro_batch_size=16384", "train.global_batch_size=16384")
     for count in range(times(5)):
-        memory_bytes = (800 + 70 * (count % 5)) << 20  # enough to build the model, not for a step
+        # Enough to build the model; the first activation alone has 512 MiB. With a few MiB left a thread of C++ fails
+        # to start, which aborts or blocks the process.
+        memory_bytes = (350 + 60 * (count % 5)) << 20
         with launch(workplace, 1, *words, f"run.name=short{count}", memory_bytes=memory_bytes) as running:
             assert running.wait() == [2], running.output()
             (line,) = running.errors()
             assert re.match(r"rank 0 \(.+\) is out of memory \(training, step 0\): ", line)
-            assert re.search(r"the activations of 4096 × 32 tokens [1-9]\.\d\d GB; lower train\.micro_batch_size", line)
+            assert re.search(
+                r"the activations of 16384 × 32 tokens [1-9][\d.]+ GB; lower train\.micro_batch_size", line
+            )
             assert "lower train.micro_batch_size or memory.tile_tokens" in line
     record_fault("out of memory", times(5), "the error names batch, sequence length, memory and the settings to change")
