@@ -39,7 +39,8 @@ def delta_rule(
     Args:
         query, key: [B, T, h, K]; with H > h, each serves H / h consecutive value heads.
         value: [B, T, H, V], any floating dtype.
-        log_decay: log α, [B, T, H], or of each key channel, [B, T, H, K] with H = h; at most 0; −∞ empties the state.
+        log_decay: log α, [B, T, H], or of each key channel, [B, T, H, K] with H = h; at most 0, and
+            above the logarithm of 0 (`FiniteDecay`).
         beta: [B, T, H], between 0 and 2.
         local: the documents of these tokens; each starts empty, or from its row of `initial_state`.
         initial_state: the states of N documents, [N, H, K, V]; None: empty.
@@ -58,7 +59,6 @@ def delta_rule(
         query, key, log_decay, beta = (
             x if statistics_dtype(x) == dtype else x.to(dtype) for x in (query, key, log_decay, beta)
         )
-        log_decay = _Finite.apply(log_decay)
         inputs = query, key, value, log_decay, beta
 
         def scan(before: Tensor | None, with_final: bool = True) -> tuple[Tensor, Any]:
@@ -106,9 +106,9 @@ def delta_rule_step(
     return y_NHV.to(value.dtype), state
 
 
-class _Finite(torch.autograd.Function):
-    """Numbers whose exponential is 0, as one near the largest of them: with −∞ or −1e38, the sums of a chunk would lose
-    the other decays. Gradients pass, which stores nothing: those of a decay of 0 are 0."""
+class FiniteDecay(torch.autograd.Function):
+    """apply(log_decay): those whose exponential is 0, as a number near the largest of them: with −∞ or −1e38, the sums
+    of a chunk would lose the other decays. Gradients pass, which stores nothing: those of a decay of 0 are 0."""
 
     @staticmethod
     def forward(ctx, log_decay: Tensor) -> Tensor:
