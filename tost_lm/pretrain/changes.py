@@ -13,7 +13,7 @@ from tost_lm.data.stages import StageRecord
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.lm import parameter_shapes
-from tost_lm.optim.settings import OptimConfig, steps_before_decay, warmup_steps
+from tost_lm.optim.settings import OptimConfig, learning_rate, warmup_steps
 from tost_lm.pretrain.settings import CARRIED_OUT, PretrainConfig, Stage
 
 
@@ -163,42 +163,21 @@ def _in_use(model: ModelConfig) -> ModelConfig:
 
 def _require_same_rates(record: StageRecord, new: Stage, step: int, run_folder: Path) -> None:
     """Raises ConfigError unless a stage has the learning rates of its record in the run's first `step` steps."""
-    first, optim, old, old_steps = record.schedule_from, new.config.optim, *_optim_of(record)
-    if _schedule_of(record) == _schedule(optim, new.schedule_steps):
+    if not (changed := _lines(record.settings, new, step)):
         return
-    what = f"{run_folder}: {', '.join(_lines(record.settings, new, step))}"
-    stable = first + steps_before_decay(old, old_steps)
-    if step > stable:
-        raise ConfigError(
-            f"{what}: the learning rate of its run (optim.schedule {old.schedule}) decays after step {stable}, "
-            f"and the checkpoint is after step {step}; undo the change, or {one_more_stage(step)}"
-        )
-    was, now = record.warmup_steps, warmup_steps(optim, new.schedule_steps)
-    if was != now:
-        raise ConfigError(f"{what}: the warm-up would have {now} steps in place of {was}; set optim.warmup_steps={was}")
-    stable = first + steps_before_decay(optim, new.schedule_steps)
-    if step > stable:
-        fix = f"set train.steps to at least {step + new.config.train.steps - stable}"
-        if optim.schedule in ("cosine", "linear"):
-            fix = "set optim.schedule to wsd or constant"
-        raise ConfigError(
-            f"{what}: optim.schedule {optim.schedule} would decay or end after step {stable}, and the checkpoint "
-            f"is after step {step}; {fix}"
-        )
-
-
-def _optim_of(record: StageRecord) -> tuple[OptimConfig, int]:
-    """The optimizer's settings of a stage, and the steps of its schedule."""
-    optim = validate(OptimConfig, {**record.settings["optim"], "warmup_steps": record.warmup_steps}, "optim")
-    return optim, record.settings["train"]["steps"] - record.schedule_from
-
-
-def _schedule_of(record: StageRecord) -> tuple[object, ...]:
-    return _schedule(*_optim_of(record))
-
-
-def _schedule(optim: OptimConfig, steps: int) -> tuple[object, ...]:
-    return optim.schedule, optim.min_lr, optim.decay_steps, warmup_steps(optim, steps), steps
+    old = validate(OptimConfig, {**record.settings["optim"], "warmup_steps": record.warmup_steps}, "optim")
+    old_steps, steps = record.settings["train"]["steps"] - record.schedule_from, new.schedule_steps
+    done, optim, fix = step - record.schedule_from, new.config.optim, f"undo the change, or {one_more_stage(step)}"
+    if done <= steps and all(
+        learning_rate(one, old_steps, old) == learning_rate(one, steps, optim) for one in range(done)
+    ):
+        return
+    if warmup_steps(optim, steps) != record.warmup_steps:
+        fix = f"set optim.warmup_steps={record.warmup_steps}"
+    raise ConfigError(
+        f"{run_folder}: {', '.join(changed)}: optim.schedule {optim.schedule} would end before step {step} of the "
+        f"checkpoint, or have other learning rates up to it; {fix}"
+    )
 
 
 def require_same_model(theirs: ModelConfig, ours: ModelConfig, what: str) -> None:
