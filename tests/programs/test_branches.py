@@ -82,7 +82,8 @@ def test_a_constant_run_is_lengthened_in_place(place: Path):
     error = refused(place, "trunk", "optim.schedule=constant", "train.steps=5")
     assert error == (
         "runs/trunk: train.steps: 6 → 5: optim.schedule constant would end before step 6 of the checkpoint, or have "
-        "other learning rates up to it; undo the change, or make the change one more stage: [[stages]] with from_step = 6"
+        "other learning rates up to it; undo the change, or make the change one more stage: [[stages]] with "
+        "from_step = 6"
     )
 
 

@@ -23,8 +23,8 @@ def parallelize(model: Model, mesh: Mesh, allocate: Callable[[nn.Module], object
 
     1. Tensor: heads, MLP and vocabulary are split over ranks.
     2. Sequence: the model is unchanged; each call gets the sequence shard (`shard_of`).
-    3. Data: an engine wraps the result (`tost_lm.parallel.engine`) over data × sequence ranks. It also sums the gradients
-       of replicated parameters over tensor ranks.
+    3. Data: an engine wraps the result (`tost_lm.parallel.engine`) over data × sequence ranks. It also sums the
+       gradients of replicated parameters over tensor ranks.
 
     Raises:
         ConfigError: heads or vocabulary are not divisible by the tensor ranks.

@@ -30,7 +30,7 @@ def record_of(stage: Stage, corpora: Corpora, given: Stage) -> StageRecord:
         config.train.global_batch_size,
         warmup_steps(config.optim, stage.schedule_steps),
         stage.schedule_from,
-        settings=settings_of(given),
+        settings=given.what_is_trained(),
     )
 
 
@@ -101,11 +101,6 @@ def _with_warmup(stage: Stage, steps: int) -> Stage:
     return stage._replace(config=stage.config.model_copy(update={"optim": optim}))
 
 
-def settings_of(stage: Stage) -> dict[str, Any]:
-    """The settings that identify what is trained, as a record has them."""
-    return stage.what_is_trained().model_dump(mode="json", exclude={"model": {"plugins"}})
-
-
 def changes(recorded: dict[str, Any], new: Stage, step: int) -> list[str]:
     """A line for each setting that identifies what is trained in the run's first `step` steps, beside those that may
     change with equal rates so far."""
@@ -114,7 +109,7 @@ def changes(recorded: dict[str, Any], new: Stage, step: int) -> list[str]:
 
 
 def _lines(recorded: dict[str, Any], new: Stage, step: int) -> list[str]:
-    known, ours = dict(leaves(recorded)), dict(leaves(settings_of(new)))
+    known, ours = dict(leaves(recorded)), dict(leaves(new.what_is_trained()))
     for tree in (known, ours):  # later steps may be skipped
         tree["data.skip_steps"] = [[a, min(b, step)] for a, b in tree.get("data.skip_steps", []) if a <= step]
     # An earlier version had no such setting; it trained as the default value does.

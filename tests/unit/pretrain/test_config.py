@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tost_lm.config import differences, load_config, section_of, to_toml
+from tost_lm.config import differences_of_trees, load_config, section_of, to_toml
 from tost_lm.errors import ConfigError
 from tost_lm.pretrain.sections import StageConfig
 from tost_lm.pretrain.settings import PretrainConfig, longer_batches
@@ -162,7 +162,7 @@ def test_an_override_replaces_the_setting_of_the_file_that_it_excludes(tmp_path:
 def changes(tmp_path: Path, data: str, *overrides: str) -> list[str]:
     recorded = read(tmp_path, '[data.mixture]\n"x/y" = 1\nz = 2\n')
     both = (config.in_stages()[0].what_is_trained() for config in (recorded, read(tmp_path, data, *overrides)))
-    return differences(*both)
+    return differences_of_trees(*both)
 
 
 def test_what_may_change_between_launches(tmp_path: Path):
