@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
 from tost_lm.model.block import LMOutput, LMState
-from tost_lm.model.config import ModelConfig
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.parallel.mesh import Mesh, all_gather, keep_received
@@ -60,10 +59,11 @@ class ShardedInference(nn.Module):
     rank it covers the local heads only.
     """
 
-    def __init__(self, model: nn.Module, config: ModelConfig, mesh: Mesh):
-        """`model` is a parallelized `TostLM`, or `as_module` of an engine, which gathers the weights."""
+    def __init__(self, model: TostLM, mesh: Mesh, call: Callable[..., LMOutput] | None = None):
+        """`call` is the engine of the model in training, which gathers its weights; None: the model itself."""
         super().__init__()
-        self.model, self.config, self.mesh, self.name = model, config, mesh, "the model"
+        self.model, self.config, self.mesh, self.name = model, model.config, mesh, "the model"
+        self.call = call or model
 
     def forward(
         self,
@@ -90,15 +90,15 @@ class ShardedInference(nn.Module):
         """
         ranks = self.mesh.sequence
         if ranks.size == 1:
-            return self.model(tokens_BT, labels, state, cu_seqlens)._replace(loss=None)
+            return self.call(tokens_BT, labels, state, cu_seqlens)._replace(loss=None)
         if tokens_BT.shape[1] < ranks.size:
-            output: LMOutput = self.model(tokens_BT, labels, state, cu_seqlens)
+            output = self.call(tokens_BT, labels, state, cu_seqlens)
             # Rank 0's logits, since rounding may differ between ranks and sampled tokens must not.
             return _map_outputs(output, lambda x_BTX: all_gather(x_BTX, ranks)()[0])
         split = even_split(self.mesh, tokens_BT.shape[1])
         shard = RankShard(ranks, split)
         here = None if labels is None else split.shard(labels)
-        output = self.model(split.shard(tokens_BT), here, state, cu_seqlens, shard=shard)
+        output = self.call(split.shard(tokens_BT), here, state, cu_seqlens, shard=shard)
         return _map_outputs(output, lambda x_BTX: shard.gather(x_BTX[:, None])[:, 0])
 
 
