@@ -52,7 +52,7 @@ class World(NamedTuple):
     """Limit of collectives in all process groups."""
 
 
-def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeouts: Timeouts | None = None) -> World:
+def start_world(device: Literal["auto", "cuda", "cpu"], timeouts: Timeouts | None = None) -> World:
     """Join the launcher's process group, or create one with a single rank if there is no launcher.
 
     Args:
@@ -110,13 +110,8 @@ def stop_world() -> None:
     dist.destroy_process_group()
 
 
-def max_over_ranks(number: int) -> int:
-    """The maximum over all ranks."""
-    return begin_max_over_ranks(number)()
-
-
-def begin_max_over_ranks(number: int) -> Callable[[], int]:
-    """The same without waiting for it, or on a GPU for what is in its queue; the function that is returned waits."""
+def max_over_ranks(number: int) -> Callable[[], int]:
+    """Start to compute the maximum over all ranks, on a GPU after what is in its queue. The returned function waits."""
     device = communication_device()
     largest = torch.full((), number, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -170,11 +165,10 @@ def _attempt_store_of_rank_0(store: Store, size: int, timeout_s: float) -> Store
 
 
 def _device_kind(device: str) -> str:
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device == "auto":
-        return next(kind for kind, is_available in available.items() if is_available)
-    if not available[device]:
-        raise ConfigError(f"run.device = {device}: this machine has no such device; choose cpu or auto")
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device = cuda: this machine has no such device; choose cpu or auto")
     return device
 
 

@@ -194,8 +194,8 @@ class RunConfig(Section):
     """The run folder is runs/NAME, or FOLDER/NAME."""
     folder: Path = Path("runs")
     """Where the run folders are, for example on a shared file system."""
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
-    """Device; `auto` is the first of cuda, mps and cpu that is available."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Device; `auto` is cuda if there is a GPU, else cpu."""
     log_interval: int = Field(default=10, gt=0)
     """Steps between log lines and rows of metrics.jsonl."""
     loggers: list[str] = Field(default=["wandb"])

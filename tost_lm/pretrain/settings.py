@@ -72,8 +72,7 @@ class PretrainConfig(Section):
 
     def obstacle(self) -> str | None:
         """A problem of the settings with each other; None: there is none."""
-        obstacles = chain(self._obstacles_of_model(), self._obstacles_of_compiler(), self._obstacles_of_deepspeed())
-        return next(filter(None, obstacles), None)
+        return next(filter(None, chain(self._obstacles_of_model(), self._obstacles_of_deepspeed())), None)
 
     def in_stages(self) -> "list[Stage]":
         """The stages of the run, the first with the settings outside of [[stages]].
@@ -104,8 +103,6 @@ class PretrainConfig(Section):
                 f"{self.parallel.sequence} ranks: lower parallel.sequence"
             )
         yield optimizer_of(self.optim).obstacle(self.parallel.tensor, self.parallel.zero_stage)
-
-    def _obstacles_of_compiler(self) -> Iterator[str]:
         if self.train.compile and self.parallel.tensor > 1:
             yield (
                 f"train.compile does not support parallel.tensor {self.parallel.tensor}, whose communication is no part of "

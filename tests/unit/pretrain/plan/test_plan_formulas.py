@@ -201,8 +201,7 @@ def test_where_nothing_fits_it_says_so():
     assert "raise cluster.nodes or choose larger GPUs" in problem
     problem = plan_fit.memory_problem(planned(LARGE, "cluster.host_memory_gb=7"))
     assert problem == (
-        "a node needs 8 GB, more than cluster.host_memory_gb 7; "
-        "raise cluster.nodes or set parallel.offload=none"
+        "a node needs 8 GB, more than cluster.host_memory_gb 7; raise cluster.nodes or set parallel.offload=none"
     )
 
 
