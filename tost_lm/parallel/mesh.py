@@ -59,12 +59,12 @@ def start_world(device: Literal["auto", "cuda", "cpu"], timeouts: Timeouts | Non
         timeouts: of the rendezvous and of collectives.
 
     Raises:
-        ConfigError: the device does not exist, or this node has more ranks than GPUs.
+        ConfigError: this node has no GPU for this rank.
         TostError: the rendezvous timed out.
     """
     for message in OF_LIBRARIES:
         warnings.filterwarnings("ignore", message)
-    kind = _device_kind(device)
+    kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     prefer_loopback()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
@@ -76,7 +76,7 @@ def start_world(device: Literal["auto", "cuda", "cpu"], timeouts: Timeouts | Non
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"no GPU for local rank {local_rank}: this node has {torch.cuda.device_count()} GPUs; "
-                "start at most one rank per GPU"
+                "start at most one rank per GPU, or choose the device cpu"
             )
         torch.cuda.set_device(chosen)
     if not dist.is_initialized():
@@ -164,14 +164,6 @@ def _attempt_store_of_rank_0(store: Store, size: int, timeout_s: float) -> Store
     return attempt
 
 
-def _device_kind(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device = cuda: this machine has no such device; choose cpu or auto")
-    return device
-
-
 class Axis(NamedTuple):
     """A process group and this rank's position in it."""
 
@@ -218,7 +210,7 @@ def build_mesh(world: World, parallel: ParallelConfig) -> Mesh:
     data, copy = parallel.data_ranks(world.size), parallel.tensor * parallel.sequence
     tensor = sequence = Axis(0, 1, None)
     t, d = world.rank % parallel.tensor, world.rank // copy
-    replicas = _all(world)
+    replicas = node = Axis(world.rank, world.size, dist.group.WORLD)
     if parallel.tensor > 1:
         tensor = _axis("tensor", range(world.rank - t, world.rank - t + parallel.tensor), world)
         replicas = _axis("replicas", range(t, world.size, parallel.tensor), world)
@@ -229,7 +221,10 @@ def build_mesh(world: World, parallel: ParallelConfig) -> Mesh:
         ranks, first = range(t, world.size, parallel.tensor), replicas.rank // size * size
         shards = _axis("shards", ranks[first : first + size], world)
         copies = _axis("copies", ranks[replicas.rank % size :: size], world)
-    return Mesh(tensor, sequence, Axis(d, data, None), replicas, shards, copies, world.device, _node(world))
+    hosts = all_gather_object(socket.gethostname())
+    if len(ranks := [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]) < world.size:
+        node = _axis("node", ranks, world)
+    return Mesh(tensor, sequence, Axis(d, data, None), replicas, shards, copies, world.device, node)
 
 
 def _axis(name: str, ranks: Sequence[int], world: World) -> Axis:
@@ -237,16 +232,6 @@ def _axis(name: str, ranks: Sequence[int], world: World) -> Axis:
     which NCCL needs: it splits the communicator of all ranks."""
     group = dist.new_group(ranks, world.timeout, use_local_synchronization=True, group_desc=name)
     return Axis(ranks.index(world.rank), len(ranks), group)
-
-
-def _all(world: World) -> Axis:
-    return Axis(world.rank, world.size, dist.group.WORLD)
-
-
-def _node(world: World) -> Axis:
-    hosts = all_gather_object(socket.gethostname())
-    ranks = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
-    return _all(world) if len(ranks) == world.size else _axis("node", ranks, world)
 
 
 Pending = Callable[[], Tensor]
