@@ -38,10 +38,6 @@ class OptimConfig(Section):
     def _rate_falls(self) -> "OptimConfig":
         if self.min_lr > self.lr and self.schedule != "constant":
             raise ValueError(f"optim.min_lr {self.min_lr:g} is above optim.lr {self.lr:g}; lower it")
-        return self
-
-    @model_validator(mode="after")
-    def _decay_of_wsd(self) -> "OptimConfig":
         if self.schedule == "wsd" and self.decay_steps is None:
             raise ValueError("optim.schedule wsd needs the length of its decay: set optim.decay_steps")
         if self.schedule != "wsd" and self.decay_steps is not None:

@@ -106,7 +106,8 @@ def tiled_backward(
     tiles = [Tile(start, split, None) for start, split in _splits(tokens_BT.shape[1], tile_tokens)]
     count = (labels_BT != IGNORED_LABEL).sum()
     batches = list(tile_batches(tokens_BT, labels_BT, cu_seqlens, count, tiles))
-    return _sums(_losses_of_tiles(model, batches, states_on_host=False, backward=_backward_in_autograd))[MINIMIZED]
+    in_autograd = lambda is_first_tile, roots, d_roots: torch.autograd.backward(roots, d_roots)
+    return _sums(_losses_of_tiles(model, batches, states_on_host=False, backward=in_autograd))[MINIMIZED]
 
 
 def forward_and_backward(
@@ -217,10 +218,6 @@ Backward = Callable[[bool, Sequence[Tensor], Sequence[Tensor]], None]
 """Takes whether it is that of the first tile, the last backward; the loss and the tensors of the final state; and their
 gradients."""
 MINIMIZED = "minimized"
-
-
-def _backward_in_autograd(is_first_tile: bool, roots: Sequence[Tensor], d_roots: Sequence[Tensor]) -> None:
-    torch.autograd.backward(roots, d_roots)
 
 
 def _sums(losses: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

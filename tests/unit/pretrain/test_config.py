@@ -155,6 +155,8 @@ def test_an_override_replaces_the_setting_of_the_file_that_it_excludes(tmp_path:
         for words in ([], ["train.steps=3"], ["train.global_batch_size=4"], ["train.seq_len=4"])
     ]
     assert [(one.train.steps, one.train.global_batch_size) for one in chosen] == [(15, 8), (3, 8), (30, 4), (15, 16)]
+    path.write_text(path.read_text().replace("[train]", '[train]\ninitial_weights = "a"'))
+    assert load_config(PretrainConfig, path, ["train.branch_from=b"]).train.initial_weights is None
     for words in (["data.mixture.a=1"], ['data.mixture={"a" = 1}']):
         assert load_config(PretrainConfig, path, words).data.folders == {Path("a"): 1.0}
 
