@@ -158,20 +158,20 @@ def _in_use(model: ModelConfig) -> ModelConfig:
 
 def _require_same_rates(record: StageRecord, new: Stage, step: int, run_folder: Path) -> None:
     """Raises ConfigError unless a stage has the learning rates of its record in the run's first `step` steps."""
-    if not (changed := _lines(record.settings, new, step)):
-        return
-    old = validate(OptimConfig, {**record.settings["optim"], "warmup_steps": record.warmup_steps}, "optim")
     old_steps, steps = record.settings["train"]["steps"] - record.schedule_from, new.schedule_steps
-    done, optim, fix = step - record.schedule_from, new.config.optim, f"undo the change, or {one_more_stage(step)}"
-    if done <= steps and all(
-        learning_rate(one, old_steps, old) == learning_rate(one, steps, optim) for one in range(done)
-    ):
+    old = validate(OptimConfig, {**record.settings["optim"], "warmup_steps": record.warmup_steps}, "optim")
+    optim = new.config.optim.model_copy(update={"warmup_steps": warmup_steps(new.config.optim, steps)})
+    done = step - record.schedule_from
+    is_same = lambda n: learning_rate(n, old_steps, old) == learning_rate(n, steps, optim)
+    if (old, old_steps) == (optim, steps) or (done <= steps and all(map(is_same, range(done)))):
         return
-    if warmup_steps(optim, steps) != record.warmup_steps:
+    fix = f"undo the change, or {one_more_stage(step)}"
+    if optim.warmup_steps != record.warmup_steps:
         fix = f"set optim.warmup_steps={record.warmup_steps}"
+    changed = ", ".join(_lines(record.settings, new, step))
     raise ConfigError(
-        f"{run_folder}: {', '.join(changed)}: optim.schedule {optim.schedule} would end before step {step} of the "
-        f"checkpoint, or have other learning rates up to it; {fix}"
+        f"{run_folder}: {changed}: optim.schedule {optim.schedule} would end before step {step} of the checkpoint, or "
+        f"have other learning rates up to it; {fix}"
     )
 
 
