@@ -109,14 +109,15 @@ def changes(recorded: dict[str, Any], new: Stage, step: int) -> list[str]:
 
 
 def _lines(recorded: dict[str, Any], new: Stage, step: int) -> list[str]:
-    known, ours = dict(leaves(recorded)), dict(leaves(new.what_is_trained()))
+    trained = {name: section for name, section in recorded.items() if name not in CARRIED_OUT}
+    known, ours = dict(leaves(trained)), dict(leaves(new.what_is_trained()))
     for tree in (known, ours):  # later steps may be skipped
         tree["data.skip_steps"] = [[a, min(b, step)] for a, b in tree.get("data.skip_steps", []) if a <= step]
     # An earlier version had no such setting; it trained as the default value does.
     defaults = {path: default_of(PretrainConfig, path) for path in ours.keys() - known.keys()}
     lines = differences_of_trees(defaults | known, ours)
     # The context follows from train.seq_len.
-    return [x for x in lines if x.partition(".")[0] not in CARRIED_OUT and not x.startswith("model.context_length")]
+    return [line for line in lines if not line.startswith("model.context_length")]
 
 
 MAY_CHANGE = {"train.steps", "optim.warmup_steps"}

@@ -122,7 +122,7 @@ def test_a_setting_that_an_earlier_version_lacked_had_its_default():
 
 def test_a_setting_that_an_earlier_version_had_beside_what_is_trained_changes_nothing():
     recorded = first_stage().what_is_trained()
-    recorded["memory"] = {"every": 1}
+    recorded |= {"memory": {"every": 1}, "stages": []}
     assert changes(recorded, first_stage(), 6) == []
     recorded["model"]["every"] = 1
     assert changes(recorded, first_stage(), 6) == ["model.every: 1 → not set"]
