@@ -383,7 +383,7 @@ def _model(settings: Mapping[str, Any], mesh: Mesh) -> TostLM:
 
 
 def _wait_for_all() -> None:
-    max_over_ranks(0)
+    max_over_ranks(0)()
 
 
 if __name__ == "__main__":

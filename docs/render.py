@@ -156,7 +156,7 @@ def one_gpu(_: str) -> str:
         ((config, memory, train),) = _planned(name, ["cluster.gpus_per_node=1", *words])
         gpu, needed = config.cluster.device.removeprefix("NVIDIA ").split()[0], memory["GPU memory"]
         what = " ".join([name, *(word for word in words if not word.startswith("cluster.preset"))])
-        host = memory["host memory of node 0"].partition(" of ")[0]
+        host = memory["host memory of a node"].partition(" of ")[0]
         rows.append((what, gpu, f"{config.train.seq_len:,}", needed, host, train["tokens/s"], train["duration"]))
     return table(("recipe and settings", "GPU", "tokens", "its memory", "host memory", "tokens/s", "time"), rows)
 

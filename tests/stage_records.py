@@ -19,7 +19,7 @@ def recorded(config: PretrainConfig, **changes: Any) -> StageRecord:
         "name": "start", "first_step": 0, "sources": tuple(sources), "seq_len": config.train.seq_len,
         "packing": config.data.packing, "global_batch_size": config.train.global_batch_size,
         "warmup_steps": config.optim.warmup_steps or 0,
-        "settings": config.in_stages()[0].what_is_trained().model_dump(mode="json", exclude={"model": {"plugins"}}),
+        "settings": config.in_stages()[0].what_is_trained(),
     }  # fmt: skip
     return StageRecord(**{**fields, **changes})
 

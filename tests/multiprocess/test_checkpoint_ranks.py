@@ -130,10 +130,11 @@ def test_a_run_resumes_on_other_parallel_layouts(tmp_path: Path, corpora: Corpor
 
 
 def train_waiting_for_saves(trainee: Trainee) -> list[str]:
-    training, newest = trainee.begin(asynchronous=False), []
+    training, newest = trainee.begin(), []
     for _ in range(2):
         training.step()
         training.writer.save(training.progress)
+        training.writer.finish()
         newest.append(find_checkpoint(RUN).name)
     return newest
 

@@ -44,7 +44,7 @@ def build(settings: dict[str, Any]) -> TostLM:
 
 
 def on_mesh(model: TostLM, mesh: Mesh) -> ShardedInference:
-    return ShardedInference(parallelize(model, mesh), model.config, mesh).eval()
+    return ShardedInference(parallelize(model, mesh), mesh).eval()
 
 
 @torch.no_grad()

@@ -81,8 +81,9 @@ def test_a_constant_run_is_lengthened_in_place(place: Path):
     assert weights(place, "trunk") == weights(place, "constant")
     error = refused(place, "trunk", "optim.schedule=constant", "train.steps=5")
     assert error == (
-        "runs/trunk: train.steps: 6 → 5: optim.schedule constant would decay or end after step 5, and the checkpoint "
-        "is after step 6; set train.steps to at least 6"
+        "runs/trunk: train.steps: 6 → 5: optim.schedule constant would end before step 6 of the checkpoint, or have "
+        "other learning rates up to it; undo the change, or make the change one more stage: [[stages]] with "
+        "from_step = 6"
     )
 
 
@@ -93,9 +94,8 @@ def test_wsd_is_lengthened_before_its_decay_and_branched_after_it(place: Path):
     assert curve(place, "short") == curve(place, "whole")
     assert weights(place, "short") == weights(place, "whole")
     assert refused(place, "whole", *wsd, "train.steps=12") == (
-        "runs/whole: train.steps: 8 → 12: the learning rate of its run (optim.schedule wsd) decays after step 4, "
-        "and the checkpoint is after step 8; undo the change, or make the change one more stage: [[stages]] with "
-        "from_step = 8"
+        "runs/whole: train.steps: 8 → 12: optim.schedule wsd would end before step 8 of the checkpoint, or have other "
+        "learning rates up to it; undo the change, or make the change one more stage: [[stages]] with from_step = 8"
     )
     (place / "runs/whole/checkpoints/step_00000006").rename(place / "copied")
     train(place, "new", *wsd, "train.steps=12", "train.branch_from=copied")
@@ -137,4 +137,4 @@ def test_cosine_and_linear_resume_to_the_bit_and_have_one_length(workplace: Path
     assert curve(workplace, "parts") == curve(workplace, "whole")
     assert weights(workplace, "parts") == weights(workplace, "whole")
     error = refused(workplace, "whole", *words, "train.steps=8")
-    assert f"(optim.schedule {schedule}) decays after step 2, and the checkpoint is after step 4; undo" in error
+    assert f"optim.schedule {schedule} would end before step 4 of the checkpoint, or have other learning" in error

@@ -102,7 +102,7 @@ def test_a_damaged_newer_checkpoint_does_not_push_out_a_good_one(workplace: Path
         ("model.vocab_size=300", "model.vocab_size 300 is smaller than the tokenizer's 384 pieces"),
         ("data.folder=nowhere", "nowhere: not a shard folder; build one with tost prepare shards"),
         ("data.folder=data/embedded/shards", "build one with tost prepare tokenizer embedded, then tost"),
-        ("run.device=cuda", "run.device = cuda: this machine has no such device"),
+        ("run.device=cuda", "no GPU for local rank 0: this node has 0 GPUs"),
         ("parallel.tensor=3", "model.heads 2 is not divisible by parallel.tensor 3"),
         ("launch.ranks=3", "train.global_batch_size 4 is not divisible by 3 data ranks"),
     ],

@@ -90,7 +90,7 @@ def load_on_ranks(checkpoint: Path, mesh: Mesh) -> ShardedInference:
     with torch.no_grad():
         for name, local in _read(dict(model.named_parameters()), model.config, folder, mesh):
             model.get_parameter(name).copy_(local)
-    return ShardedInference(model, model.config, mesh).eval()
+    return ShardedInference(model, mesh).eval()
 
 
 def restore(engine: Engine, folder: Path) -> Progress:

@@ -18,8 +18,6 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep, in addition to the one with the lowest validation loss."""
     retain_interval: int | None = Field(default=None, gt=0)
     """Checkpoints at multiples of this many steps are kept forever."""
-    asynchronous: bool = True
-    """Write in the background from a copy in host memory (async save); otherwise training waits."""
     upload: Annotated[Path | None, TAKES_URLS] = None
     """Upload every checkpoint in the background, to UPLOAD/NAME of the run's name at a URL (s3://bucket/runs), with the same retention. A launch fetches the newest one there unless the run folder has one that is not older. A launch takes the URL over from an earlier one, which then ends."""
 

@@ -88,7 +88,7 @@ class CheckpointWriter:
     def save(self, progress: Progress) -> None:
         """Wait for the previous save and save the state after a step, all ranks together. A step is saved only once.
 
-        Returns when the state is copied to host memory, or with `checkpoint.asynchronous = false` when it is published.
+        Returns when the state is copied to host memory.
 
         Raises:
             CheckpointError: as `finish`.
@@ -102,8 +102,6 @@ class CheckpointWriter:
         # Not a daemon: Python waits for the file that is being written. The thread ends after it (`_write_files`).
         self._thread = Thread(target=self._work, args=(progress, started), name="checkpoint")
         self._thread.start()
-        if not self._settings.asynchronous:
-            self.finish()
 
     def poll(self) -> None:
         """Raises CheckpointError, once, if an asynchronous save failed; TrainingError as `Uploads.require_own`."""

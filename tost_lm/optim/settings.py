@@ -38,10 +38,6 @@ class OptimConfig(Section):
     def _rate_falls(self) -> "OptimConfig":
         if self.min_lr > self.lr and self.schedule != "constant":
             raise ValueError(f"optim.min_lr {self.min_lr:g} is above optim.lr {self.lr:g}; lower it")
-        return self
-
-    @model_validator(mode="after")
-    def _decay_of_wsd(self) -> "OptimConfig":
         if self.schedule == "wsd" and self.decay_steps is None:
             raise ValueError("optim.schedule wsd needs the length of its decay: set optim.decay_steps")
         if self.schedule != "wsd" and self.decay_steps is not None:
@@ -56,26 +52,15 @@ def warmup_steps(config: OptimConfig, steps: int) -> int:
     return min(2000, steps // 10) if config.warmup_steps is None else config.warmup_steps
 
 
-def steps_before_decay(config: OptimConfig, steps: int) -> int:
-    """How many steps of a run of `steps` steps have rates that do not depend on its length, given its warm-up."""
-    match config.schedule:
-        case "constant":
-            return steps
-        case "wsd":
-            return steps - (config.decay_steps or 0)
-        case _:
-            return warmup_steps(config, steps)
-
-
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """Learning rate of step `step` (from 0) of a run of `steps` steps: linear warm-up to `lr`, then the schedule."""
-    warmup, stable = warmup_steps(config, steps), steps_before_decay(config, steps)
+    warmup, decay = warmup_steps(config, steps), config.decay_steps or 0
     if step < warmup:
         return config.lr * (step / warmup if config.warmup_from_zero else (step + 1) / (warmup + 1))
-    if config.schedule == "constant" or (config.schedule == "wsd" and step < stable):
+    if config.schedule == "constant" or (config.schedule == "wsd" and step < steps - decay):
         return config.lr
     if config.schedule == "wsd":
-        falling = (steps - 1 - step) / (steps - stable)
+        falling = (steps - 1 - step) / decay
     else:
         done = min((step - warmup) / max(1, steps - 1 - warmup), 1.0)
         falling = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
@@ -84,10 +69,10 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 
 def obstacle_to_schedule(config: OptimConfig, steps: int) -> str:
     """Why a run of `steps` steps cannot have this schedule; empty: it can."""
-    warmup, stable = warmup_steps(config, steps), steps_before_decay(config, steps)
-    if config.schedule != "wsd" or stable >= warmup:
+    warmup, decay = warmup_steps(config, steps), config.decay_steps or 0  # which only wsd has
+    if decay == 0 or steps - decay >= warmup:
         return ""
     return (
-        f"optim.decay_steps {config.decay_steps} and a warm-up of {warmup} steps are more than train.steps {steps}: "
+        f"optim.decay_steps {decay} and a warm-up of {warmup} steps are more than train.steps {steps}: "
         "lower optim.decay_steps or raise train.steps"
     )

@@ -53,7 +53,7 @@ def find_mismatches(facts: Facts, fix: str) -> list[str]:
     """
     hosts, facts_of_ranks = zip(*all_gather_object((socket.gethostname(), dict(facts))), strict=True)
     names = dict.fromkeys(name for facts_of_rank in facts_of_ranks for name in facts_of_rank)
-    values = {name: [facts_of_rank.get(name) for facts_of_rank in facts_of_ranks] for name in names}
+    values = {name: [facts_of_rank.get(name, "missing") for facts_of_rank in facts_of_ranks] for name in names}
     return [f"{_mismatch(name, values[name], hosts)}; {fix}" for name in names if len(set(values[name])) > 1]
 
 
@@ -103,17 +103,13 @@ def _all_gather(tensor: Tensor) -> list[Tensor]:
     return [row.cpu() for row in received]
 
 
-def _mismatch(name: str, values: Sequence[str | None], hosts: Sequence[str]) -> str:
+def _mismatch(name: str, values: Sequence[str], hosts: Sequence[str]) -> str:
     [(majority, count)] = Counter(values).most_common(1)  # the first of equally frequent values, so rank 0's
     ranks = {value: [rank for rank, other in enumerate(values) if other == value] for value in dict.fromkeys(values)}
     agreeing = ranks.pop(majority)
     others = f"the other {count} ranks" if count > 1 else f"rank {agreeing[0]}"
-    minority = [f"{_shown(value)} on {name_ranks(differing, hosts)}" for value, differing in ranks.items()]
-    return f"{name} differs between ranks: {', '.join(minority)}, {_shown(majority)} on {others}"
-
-
-def _shown(value: str | None) -> str:
-    return "missing" if value is None else value
+    minority = [f"{value} on {name_ranks(differing, hosts)}" for value, differing in ranks.items()]
+    return f"{name} differs between ranks: {', '.join(minority)}, {majority} on {others}"
 
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 0.5  # between two requests of a thread that waits: all ranks share one store

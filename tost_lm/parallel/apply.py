@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
 from tost_lm.model.block import LMOutput, LMState
-from tost_lm.model.config import ModelConfig
 from tost_lm.model.lm import TostLM
 from tost_lm.ops.layout import SequenceSplit
 from tost_lm.parallel.mesh import Mesh, all_gather, keep_received
@@ -21,22 +20,19 @@ def parallelize(model: Model, mesh: Mesh, allocate: Callable[[nn.Module], object
 
     A model on the meta device needs `allocate`, which is called with this rank's slices and gives them memory.
 
-    1. Tensor: heads, MLP and vocabulary are split over ranks; gradients of replicated parameters are summed.
+    1. Tensor: heads, MLP and vocabulary are split over ranks.
     2. Sequence: the model is unchanged; each call gets the sequence shard (`shard_of`).
-    3. Data: an engine wraps the result (`tost_lm.parallel.engine`) over data × sequence ranks.
+    3. Data: an engine wraps the result (`tost_lm.parallel.engine`) over data × sequence ranks. It also sums the
+       gradients of replicated parameters over tensor ranks.
 
     Raises:
         ConfigError: heads or vocabulary are not divisible by the tensor ranks.
     """
-    if mesh.tensor.size == 1:
-        allocate(model)
-        return model
-    # megatron-core takes seconds to import
-    from tost_lm.parallel.tensor import apply_tensor_parallelism, sum_gradients_of_replicas
+    if mesh.tensor.size > 1:
+        from tost_lm.parallel.tensor import apply_tensor_parallelism  # megatron-core takes seconds to import
 
-    apply_tensor_parallelism(model, mesh.tensor)
-    allocate(model)  # makes new parameters, and gradients are hooks of parameters
-    sum_gradients_of_replicas(model.parameters(), mesh.tensor)
+        apply_tensor_parallelism(model, mesh.tensor)
+    allocate(model)
     return model
 
 
@@ -63,10 +59,11 @@ class ShardedInference(nn.Module):
     rank it covers the local heads only.
     """
 
-    def __init__(self, model: nn.Module, config: ModelConfig, mesh: Mesh):
-        """`model` is a parallelized `TostLM`, or `as_module` of an engine, which gathers the weights."""
+    def __init__(self, model: TostLM, mesh: Mesh, call: Callable[..., LMOutput] | None = None):
+        """`call` is the engine of the model in training, which gathers its weights; None: the model itself."""
         super().__init__()
-        self.model, self.config, self.mesh, self.name = model, config, mesh, "the model"
+        self.model, self.config, self.mesh, self.name = model, model.config, mesh, "the model"
+        self.call = call or model
 
     def forward(
         self,
@@ -93,15 +90,15 @@ class ShardedInference(nn.Module):
         """
         ranks = self.mesh.sequence
         if ranks.size == 1:
-            return self.model(tokens_BT, labels, state, cu_seqlens)._replace(loss=None)
+            return self.call(tokens_BT, labels, state, cu_seqlens)._replace(loss=None)
         if tokens_BT.shape[1] < ranks.size:
-            output: LMOutput = self.model(tokens_BT, labels, state, cu_seqlens)
+            output = self.call(tokens_BT, labels, state, cu_seqlens)
             # Rank 0's logits, since rounding may differ between ranks and sampled tokens must not.
             return _map_outputs(output, lambda x_BTX: all_gather(x_BTX, ranks)()[0])
         split = even_split(self.mesh, tokens_BT.shape[1])
         shard = RankShard(ranks, split)
         here = None if labels is None else split.shard(labels)
-        output = self.model(split.shard(tokens_BT), here, state, cu_seqlens, shard=shard)
+        output = self.call(split.shard(tokens_BT), here, state, cu_seqlens, shard=shard)
         return _map_outputs(output, lambda x_BTX: shard.gather(x_BTX[:, None])[:, 0])
 
 

@@ -53,11 +53,6 @@ class Engine(ABC):
     def __call__(self, *arguments: Any, **options: Any) -> LMOutput:
         """Call the model, whose weights are gathered."""
 
-    @property
-    def as_module(self) -> nn.Module:
-        """The model; its calls are those of the engine."""
-        return _Module(self)
-
     @abstractmethod
     def set_training(self, training: bool) -> None:
         """Whether the next calls train."""
@@ -135,15 +130,6 @@ class Engine(ABC):
     def draw_weights(self) -> None:
         """Draw the weights of a new engine, as `TostLM` does."""
         self.set_state(draw_on_rank(self.parameters, self.module.config, self.mesh.tensor))
-
-
-class _Module(nn.Module):
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self.model, self._engine = engine.module, engine
-
-    def forward(self, *arguments: Any, **options: Any) -> LMOutput:
-        return self._engine(*arguments, **options)
 
 
 def counted_once(pairs: Iterable[tuple[nn.Parameter, Tensor]], mesh: Mesh) -> list[Tensor]:

@@ -144,9 +144,9 @@ class StopOfRanks:
         return REASONS.index(self._graceful_stop.requested(seconds_needed + 2 * self._save_seconds()))
 
     def _compare(self, vote: int) -> Callable[[], str]:
-        from tost_lm.parallel.mesh import begin_max_over_ranks
+        from tost_lm.parallel.mesh import max_over_ranks
 
-        read = begin_max_over_ranks(vote) if self._ranks > 1 else lambda: vote
+        read = max_over_ranks(vote) if self._ranks > 1 else lambda: vote
         return lambda: REASONS[read()]
 
 

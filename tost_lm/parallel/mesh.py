@@ -52,19 +52,19 @@ class World(NamedTuple):
     """Limit of collectives in all process groups."""
 
 
-def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeouts: Timeouts | None = None) -> World:
+def start_world(device: Literal["auto", "cuda", "cpu"], timeouts: Timeouts | None = None) -> World:
     """Join the launcher's process group, or create one with a single rank if there is no launcher.
 
     Args:
         timeouts: of the rendezvous and of collectives.
 
     Raises:
-        ConfigError: the device does not exist, or this node has more ranks than GPUs.
+        ConfigError: this node has no GPU for this rank.
         TostError: the rendezvous timed out.
     """
     for message in OF_LIBRARIES:
         warnings.filterwarnings("ignore", message)
-    kind = _device_kind(device)
+    kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     prefer_loopback()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
@@ -76,7 +76,7 @@ def start_world(device: Literal["auto", "cuda", "mps", "cpu"], timeouts: Timeout
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
                 f"no GPU for local rank {local_rank}: this node has {torch.cuda.device_count()} GPUs; "
-                "start at most one rank per GPU"
+                "start at most one rank per GPU, or choose the device cpu"
             )
         torch.cuda.set_device(chosen)
     if not dist.is_initialized():
@@ -110,13 +110,8 @@ def stop_world() -> None:
     dist.destroy_process_group()
 
 
-def max_over_ranks(number: int) -> int:
-    """The maximum over all ranks."""
-    return begin_max_over_ranks(number)()
-
-
-def begin_max_over_ranks(number: int) -> Callable[[], int]:
-    """The same without waiting for it, or on a GPU for what is in its queue; the function that is returned waits."""
+def max_over_ranks(number: int) -> Callable[[], int]:
+    """Start to compute the maximum over all ranks, on a GPU after what is in its queue. The returned function waits."""
     device = communication_device()
     largest = torch.full((), number, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -169,15 +164,6 @@ def _attempt_store_of_rank_0(store: Store, size: int, timeout_s: float) -> Store
     return attempt
 
 
-def _device_kind(device: str) -> str:
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if device == "auto":
-        return next(kind for kind, is_available in available.items() if is_available)
-    if not available[device]:
-        raise ConfigError(f"run.device = {device}: this machine has no such device; choose cpu or auto")
-    return device
-
-
 class Axis(NamedTuple):
     """A process group and this rank's position in it."""
 
@@ -224,7 +210,7 @@ def build_mesh(world: World, parallel: ParallelConfig) -> Mesh:
     data, copy = parallel.data_ranks(world.size), parallel.tensor * parallel.sequence
     tensor = sequence = Axis(0, 1, None)
     t, d = world.rank % parallel.tensor, world.rank // copy
-    replicas = _all(world)
+    replicas = node = Axis(world.rank, world.size, dist.group.WORLD)
     if parallel.tensor > 1:
         tensor = _axis("tensor", range(world.rank - t, world.rank - t + parallel.tensor), world)
         replicas = _axis("replicas", range(t, world.size, parallel.tensor), world)
@@ -235,7 +221,10 @@ def build_mesh(world: World, parallel: ParallelConfig) -> Mesh:
         ranks, first = range(t, world.size, parallel.tensor), replicas.rank // size * size
         shards = _axis("shards", ranks[first : first + size], world)
         copies = _axis("copies", ranks[replicas.rank % size :: size], world)
-    return Mesh(tensor, sequence, Axis(d, data, None), replicas, shards, copies, world.device, _node(world))
+    hosts = all_gather_object(socket.gethostname())
+    if len(ranks := [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]) < world.size:
+        node = _axis("node", ranks, world)
+    return Mesh(tensor, sequence, Axis(d, data, None), replicas, shards, copies, world.device, node)
 
 
 def _axis(name: str, ranks: Sequence[int], world: World) -> Axis:
@@ -243,16 +232,6 @@ def _axis(name: str, ranks: Sequence[int], world: World) -> Axis:
     which NCCL needs: it splits the communicator of all ranks."""
     group = dist.new_group(ranks, world.timeout, use_local_synchronization=True, group_desc=name)
     return Axis(ranks.index(world.rank), len(ranks), group)
-
-
-def _all(world: World) -> Axis:
-    return Axis(world.rank, world.size, dist.group.WORLD)
-
-
-def _node(world: World) -> Axis:
-    hosts = all_gather_object(socket.gethostname())
-    ranks = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
-    return _all(world) if len(ranks) == world.size else _axis("node", ranks, world)
 
 
 Pending = Callable[[], Tensor]

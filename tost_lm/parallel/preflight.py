@@ -52,7 +52,7 @@ class PreflightResult(NamedTuple):
 def check_nodes(
     settings: Section,
     *,
-    device: Literal["auto", "cuda", "mps", "cpu"],
+    device: Literal["auto", "cuda", "cpu"],
     shards_folders: Sequence[Path],
     runs_folder: Path,
     check_disk: Callable[[], object],

@@ -13,7 +13,7 @@ from tost_lm.data.stages import StageRecord
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.lm import parameter_shapes
-from tost_lm.optim.settings import OptimConfig, steps_before_decay, warmup_steps
+from tost_lm.optim.settings import OptimConfig, learning_rate, warmup_steps
 from tost_lm.pretrain.settings import CARRIED_OUT, PretrainConfig, Stage
 
 
@@ -30,7 +30,7 @@ def record_of(stage: Stage, corpora: Corpora, given: Stage) -> StageRecord:
         config.train.global_batch_size,
         warmup_steps(config.optim, stage.schedule_steps),
         stage.schedule_from,
-        settings=settings_of(given),
+        settings=given.what_is_trained(),
     )
 
 
@@ -101,11 +101,6 @@ def _with_warmup(stage: Stage, steps: int) -> Stage:
     return stage._replace(config=stage.config.model_copy(update={"optim": optim}))
 
 
-def settings_of(stage: Stage) -> dict[str, Any]:
-    """The settings that identify what is trained, as a record has them."""
-    return stage.what_is_trained().model_dump(mode="json", exclude={"model": {"plugins"}})
-
-
 def changes(recorded: dict[str, Any], new: Stage, step: int) -> list[str]:
     """A line for each setting that identifies what is trained in the run's first `step` steps, beside those that may
     change with equal rates so far."""
@@ -114,14 +109,15 @@ def changes(recorded: dict[str, Any], new: Stage, step: int) -> list[str]:
 
 
 def _lines(recorded: dict[str, Any], new: Stage, step: int) -> list[str]:
-    known, ours = dict(leaves(recorded)), dict(leaves(settings_of(new)))
+    trained = {name: section for name, section in recorded.items() if name not in CARRIED_OUT}
+    known, ours = dict(leaves(trained)), dict(leaves(new.what_is_trained()))
     for tree in (known, ours):  # later steps may be skipped
         tree["data.skip_steps"] = [[a, min(b, step)] for a, b in tree.get("data.skip_steps", []) if a <= step]
     # An earlier version had no such setting; it trained as the default value does.
     defaults = {path: default_of(PretrainConfig, path) for path in ours.keys() - known.keys()}
     lines = differences_of_trees(defaults | known, ours)
     # The context follows from train.seq_len.
-    return [x for x in lines if x.partition(".")[0] not in CARRIED_OUT and not x.startswith("model.context_length")]
+    return [line for line in lines if not line.startswith("model.context_length")]
 
 
 MAY_CHANGE = {"train.steps", "optim.warmup_steps"}
@@ -163,42 +159,21 @@ def _in_use(model: ModelConfig) -> ModelConfig:
 
 def _require_same_rates(record: StageRecord, new: Stage, step: int, run_folder: Path) -> None:
     """Raises ConfigError unless a stage has the learning rates of its record in the run's first `step` steps."""
-    first, optim, old, old_steps = record.schedule_from, new.config.optim, *_optim_of(record)
-    if _schedule_of(record) == _schedule(optim, new.schedule_steps):
+    old_steps, steps = record.settings["train"]["steps"] - record.schedule_from, new.schedule_steps
+    old = validate(OptimConfig, {**record.settings["optim"], "warmup_steps": record.warmup_steps}, "optim")
+    optim = new.config.optim.model_copy(update={"warmup_steps": warmup_steps(new.config.optim, steps)})
+    done = step - record.schedule_from
+    is_same = lambda n: learning_rate(n, old_steps, old) == learning_rate(n, steps, optim)
+    if (old, old_steps) == (optim, steps) or (done <= steps and all(map(is_same, range(done)))):
         return
-    what = f"{run_folder}: {', '.join(_lines(record.settings, new, step))}"
-    stable = first + steps_before_decay(old, old_steps)
-    if step > stable:
-        raise ConfigError(
-            f"{what}: the learning rate of its run (optim.schedule {old.schedule}) decays after step {stable}, "
-            f"and the checkpoint is after step {step}; undo the change, or {one_more_stage(step)}"
-        )
-    was, now = record.warmup_steps, warmup_steps(optim, new.schedule_steps)
-    if was != now:
-        raise ConfigError(f"{what}: the warm-up would have {now} steps in place of {was}; set optim.warmup_steps={was}")
-    stable = first + steps_before_decay(optim, new.schedule_steps)
-    if step > stable:
-        fix = f"set train.steps to at least {step + new.config.train.steps - stable}"
-        if optim.schedule in ("cosine", "linear"):
-            fix = "set optim.schedule to wsd or constant"
-        raise ConfigError(
-            f"{what}: optim.schedule {optim.schedule} would decay or end after step {stable}, and the checkpoint "
-            f"is after step {step}; {fix}"
-        )
-
-
-def _optim_of(record: StageRecord) -> tuple[OptimConfig, int]:
-    """The optimizer's settings of a stage, and the steps of its schedule."""
-    optim = validate(OptimConfig, {**record.settings["optim"], "warmup_steps": record.warmup_steps}, "optim")
-    return optim, record.settings["train"]["steps"] - record.schedule_from
-
-
-def _schedule_of(record: StageRecord) -> tuple[object, ...]:
-    return _schedule(*_optim_of(record))
-
-
-def _schedule(optim: OptimConfig, steps: int) -> tuple[object, ...]:
-    return optim.schedule, optim.min_lr, optim.decay_steps, warmup_steps(optim, steps), steps
+    fix = f"undo the change, or {one_more_stage(step)}"
+    if optim.warmup_steps != record.warmup_steps:
+        fix = f"set optim.warmup_steps={record.warmup_steps}"
+    changed = ", ".join(_lines(record.settings, new, step))
+    raise ConfigError(
+        f"{run_folder}: {changed}: optim.schedule {optim.schedule} would end before step {step} of the checkpoint, or "
+        f"have other learning rates up to it; {fix}"
+    )
 
 
 def require_same_model(theirs: ModelConfig, ours: ModelConfig, what: str) -> None:

@@ -67,19 +67,14 @@ def log_end(
     config: PretrainConfig, progress: Progress, stop_reason: str, metrics: Metrics | NullMetrics, *, is_last_stage: bool
 ) -> None:
     """Log how the launch ended, and close the records."""
-    step = progress.step
+    step, how = progress.step, "done"
     if stop_reason == NEXT_STAGE:
         how = f"done: stage {progress.stages[-1].name}; the next one starts from its checkpoint"
-        metrics.event(step, "stopped", why=NEXT_STAGE)
     elif stop_reason:
         how = f"stopped on {stop_reason} with everything saved; run the same command to resume"
-        metrics.event(step, "stopped", why=stop_reason)
     elif step < config.train.steps or not is_last_stage:
-        how = "stopped at run.stop_at_step"
-        metrics.event(step, "stopped", why="run.stop_at_step")
-    else:
-        how = "done"
-        metrics.event(step, "done")
+        stop_reason, how = "run.stop_at_step", "stopped at run.stop_at_step"
+    metrics.event(step, **({"kind": "stopped", "why": stop_reason} if stop_reason else {"kind": "done"}))
     where = step_folder(config.run_folder, step)
     where = where if where.exists() else config.run_folder
     metrics.log(f"{how}: {where}")

@@ -26,7 +26,7 @@ def with_tile_size(config: PretrainConfig, world: World) -> PretrainConfig:
     """
     if config.memory.tile_tokens != "auto":
         return config
-    return largest_tile(config, world.size, -max_over_ranks(-_free_bytes(world)))
+    return largest_tile(config, world.size, -max_over_ranks(-_free_bytes(world))())
 
 
 def memory_warning(config: PretrainConfig, world: World) -> str:

@@ -85,9 +85,8 @@ class Metrics:
 
         folder, first_step = config.run_folder, progress.step
         kept = {name: drop_rows_after(folder / f"{name}.jsonl", first_step) for name in COLUMNS}
-        self._rows, self._validation_rows, self._evaluation_rows, self._events, self._log = (
-            regular_file(folder / name).open("a") for name in (*(f"{name}.jsonl" for name in COLUMNS), "log.txt")
-        )
+        self._records = {name: regular_file(folder / f"{name}.jsonl").open("a") for name in COLUMNS}
+        self._log = regular_file(folder / "log.txt").open("a")
         self.wandb_run_id = progress.wandb_run_id
         """Stored in checkpoints, so that all launches of a run are one wandb run; empty without wandb."""
         tree = redact_tree(config.model_dump(mode="json"))
@@ -151,7 +150,7 @@ class Metrics:
             "data_wait": max(seconds[::2], default=0.0) / trained,
             **({"slowest_rank": last.rank, "slowest_over_median": last.over_median} if last else {}),
         }
-        self._send(_append(self._rows, row))
+        self._send(_append(self._records["metrics"], row))
         pauses = 1 + self._paused / self._trained
         eta = timedelta(seconds=round((self._config.train.steps - step) * batch_tokens / tokens_per_second * pauses))
         forms = {"loss": ".4f", "lr": ".1e", "grad_norm": ".3f"}
@@ -168,7 +167,7 @@ class Metrics:
 
     def validation(self, row: dict[str, Any]) -> None:
         """Record a validation: step, loss (nats per token), position_ends, loss_by_position and other values."""
-        self._send(_validation_values(_append(self._validation_rows, row)))
+        self._send(_validation_values(_append(self._records["validation"], row)))
         loss, perplexity = row["loss"], float(torch.tensor(row["loss"], dtype=torch.float64).exp())  # perhaps inf
         steps = f"{row['step']}/{self._config.train.steps}"
         self.log(f"step {steps}  validation loss {loss:.4f}  perplexity {perplexity:,.2f}")
@@ -178,7 +177,7 @@ class Metrics:
     def evaluation(self, row: dict[str, Any]) -> None:
         """Record an evaluation: step, protocol (the task), headline (the metric that is logged), and the metrics, also
         the standard error of the headline if it has one."""
-        self._send(_evaluation_values(_append(self._evaluation_rows, row)))
+        self._send(_evaluation_values(_append(self._records["evaluations"], row)))
         headline = row["headline"]
         self.log(
             f"step {row['step']}/{self._config.train.steps}  {row['protocol']}  {headline.replace('_', ' ')} "
@@ -195,7 +194,7 @@ class Metrics:
 
     def event(self, step: int, kind: str, **fields: Any) -> None:
         """Record an event, such as a skipped step or a resume."""
-        _append(self._events, {"step": step, "event": kind, "time": time.strftime(TIME), **fields})
+        _append(self._records["events"], {"step": step, "event": kind, "time": time.strftime(TIME), **fields})
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -210,7 +209,7 @@ class Metrics:
         """Wait until the loggers have every row, and close the files."""
         for logger in self._loggers:
             logger.close()
-        for file in (self._rows, self._validation_rows, self._evaluation_rows, self._events, self._log):
+        for file in (*self._records.values(), self._log):
             file.close()
 
     def _send(self, values: Row) -> None:

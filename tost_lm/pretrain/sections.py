@@ -71,7 +71,9 @@ class TrainingDataConfig(Section):
 class TrainConfig(Section):
     """Length of training, and sizes of its batches."""
 
-    exclusive: ClassVar = (("steps", "tokens"), ("global_batch_size", "batch_tokens"))
+    exclusive: ClassVar = (
+        ("steps", "tokens"), ("global_batch_size", "batch_tokens"), ("branch_from", "initial_weights"),
+    )  # fmt: skip
 
     steps: int = Field(gt=0, le=2**40)
     """Optimizer steps, of a branch with those before it. A resumed run may have more or fewer if the learning rates of its steps so far stay as they were: schedule `constant`, or `wsd` before its decay."""
@@ -129,12 +131,6 @@ class TrainConfig(Section):
         if tokens := _whole_number(given.pop("tokens", None), "train.tokens"):
             given["steps"] = -(-tokens // (positive(given.get("global_batch_size")) * seq_len))
         return given
-
-    @model_validator(mode="after")
-    def _one_beginning(self) -> "TrainConfig":
-        if self.branch_from and self.initial_weights:
-            raise ValueError("train.branch_from and train.initial_weights exclude each other: set one of them")
-        return self
 
 
 def _whole_number(value: Any, name: str) -> int | None:
@@ -194,8 +190,8 @@ class RunConfig(Section):
     """The run folder is runs/NAME, or FOLDER/NAME."""
     folder: Path = Path("runs")
     """Where the run folders are, for example on a shared file system."""
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
-    """Device; `auto` is the first of cuda, mps and cpu that is available."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Device; `auto` is cuda if there is a GPU, else cpu."""
     log_interval: int = Field(default=10, gt=0)
     """Steps between log lines and rows of metrics.jsonl."""
     loggers: list[str] = Field(default=["wandb"])

@@ -28,17 +28,8 @@ from tost_lm.pretrain.sections import (
     ValidationConfig,
 )
 
-CARRIED_OUT: dict[str, Any] = {
-    "validation": ValidationConfig(),
-    "evaluation": EvaluationConfig(),
-    "launch": LaunchConfig(),
-    "parallel": ParallelConfig(),
-    "memory": MemoryConfig(),
-    "checkpoint": CheckpointConfig(),
-    "run": RunConfig(name="any"),
-    "stages": [],
-}
-"""Default values of the parts that do not identify a run. A record has them, perhaps those of an earlier version."""
+CARRIED_OUT = {"validation", "evaluation", "launch", "parallel", "memory", "checkpoint", "run", "stages"}
+"""The sections that do not identify a run. Records of earlier versions have them, with default values."""
 
 
 class PretrainConfig(Section):
@@ -81,8 +72,7 @@ class PretrainConfig(Section):
 
     def obstacle(self) -> str | None:
         """A problem of the settings with each other; None: there is none."""
-        obstacles = chain(self._obstacles_of_model(), self._obstacles_of_compiler(), self._obstacles_of_deepspeed())
-        return next(filter(None, obstacles), None)
+        return next(filter(None, chain(self._obstacles_of_model(), self._obstacles_of_deepspeed())), None)
 
     def in_stages(self) -> "list[Stage]":
         """The stages of the run, the first with the settings outside of [[stages]].
@@ -113,8 +103,6 @@ class PretrainConfig(Section):
                 f"{self.parallel.sequence} ranks: lower parallel.sequence"
             )
         yield optimizer_of(self.optim).obstacle(self.parallel.tensor, self.parallel.zero_stage)
-
-    def _obstacles_of_compiler(self) -> Iterator[str]:
         if self.train.compile and self.parallel.tensor > 1:
             yield (
                 f"train.compile does not support parallel.tensor {self.parallel.tensor}, whose communication is no part of "
@@ -217,16 +205,17 @@ class Stage(NamedTuple):
     def schedule_steps(self) -> int:
         return self.config.train.steps - self.schedule_from
 
-    def what_is_trained(self) -> PretrainConfig:
-        """The settings that identify a run; all others have default values."""
+    def what_is_trained(self) -> dict[str, Any]:
+        """The settings that identify a run, as its record has them."""
         config, last = self.config, self.config.train.steps
         skipped = [(a, b) for a, b in config.data.skip_steps if b > self.first_step and a <= last]
         data = config.data.model_copy(update={"workers": 1, "skip_steps": skipped})
         optim = config.optim.model_copy(update={"warmup_steps": warmup_steps(config.optim, self.schedule_steps)})
         train = config.train.model_copy(update={"micro_batch_size": 1})
         # Initial weights may raise the context. Plugins are compared by the hashes of their texts.
-        model = config.model.model_copy(update={"context_length": config.train.seq_len, "plugins": []})
-        return config.model_copy(update={**CARRIED_OUT, "model": model, "data": data, "optim": optim, "train": train})
+        model = config.model.model_copy(update={"context_length": config.train.seq_len})
+        trained = config.model_copy(update={"model": model, "data": data, "optim": optim, "train": train})
+        return trained.model_dump(mode="json", exclude={**dict.fromkeys(CARRIED_OUT, True), "model": {"plugins"}})
 
     def followed_by(self, changes: StageConfig) -> "tuple[Stage, Stage]":
         """This stage, which ends where the next one starts, and the next one. Raises ConfigError as `in_stages`."""

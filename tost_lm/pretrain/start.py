@@ -42,7 +42,6 @@ from tost_lm.pretrain.changes import (
     require_same_model,
     require_same_shape,
     require_unchanged,
-    settings_of,
 )
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.stage_run import InitialWeights, StageRun
@@ -89,7 +88,7 @@ def find_start(
     checkpoints = tuple(step_folders(folder))
     if not checkpoints:
         recorded = load_config(PretrainConfig, folder / SETTINGS).in_stages()[0]
-        if changed := changes(settings_of(recorded), config.in_stages()[0], 0):
+        if changed := changes(recorded.what_is_trained(), config.in_stages()[0], 0):
             raise other_settings(folder, changed, "remove the folder, which has no checkpoint")
         return from_step_0()
     newest = find_checkpoint(folder, warn, verify)
@@ -116,7 +115,7 @@ def _resumed(config: PretrainConfig, checkpoint: Path) -> StageRun:
                 f"{checkpoint}: was trained on other shards than those in "
                 f"{', '.join(map(str, stage.config.data.folders))}; choose another run.name, or {one_more_stage(step)}"
             )
-        record = replace(records[-1], sources=corpora.sources, settings=settings_of(given))  # perhaps more steps
+        record = replace(records[-1], sources=corpora.sources, settings=given.what_is_trained())  # perhaps more steps
         return StageRun(config, stage, corpora, (*records[:-1], record))
     return StageRun(config, stage, corpora, (*records, record_of(stage, corpora, given)))
 

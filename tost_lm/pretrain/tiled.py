@@ -106,7 +106,8 @@ def tiled_backward(
     tiles = [Tile(start, split, None) for start, split in _splits(tokens_BT.shape[1], tile_tokens)]
     count = (labels_BT != IGNORED_LABEL).sum()
     batches = list(tile_batches(tokens_BT, labels_BT, cu_seqlens, count, tiles))
-    return _sums(_losses_of_tiles(model, batches, states_on_host=False, backward=_backward_in_autograd))[MINIMIZED]
+    in_autograd = lambda is_first_tile, roots, d_roots: torch.autograd.backward(roots, d_roots)
+    return _sums(_losses_of_tiles(model, batches, states_on_host=False, backward=in_autograd))[MINIMIZED]
 
 
 def forward_and_backward(
@@ -165,8 +166,8 @@ class TileBatch(NamedTuple):
     label_count: Tensor | float
     """In all tiles and on all ranks."""
     shard: SequenceShard | None
-    continues_document: bool
-    """Its first document began in an earlier tile."""
+    is_continued: bool
+    """Its last document goes on in the next tile, which needs the state after it."""
 
 
 def tile_batches(
@@ -180,37 +181,34 @@ def tile_batches(
     lengths = [end - start for start, end in (tile.columns for tile in tiles)]
     offsets = None if cu_seqlens is None else cu_seqlens.tolist()
     for tile, tokens, labels in zip(tiles, tokens_BL.split(lengths, 1), labels_BL.split(lengths, 1), strict=True):
-        cuts, continues_document = None, tile.start > 0
+        cuts, is_continued = None, tile is not tiles[-1]
         if offsets is not None:
             inner = [offset - tile.start for offset in offsets if tile.start < offset < tile.end]
             cuts = torch.tensor([0, *inner, tile.end - tile.start], dtype=torch.int32)
-            continues_document = continues_document and tile.start not in offsets
-        yield TileBatch(tokens, labels, cuts, label_count, tile.shard, continues_document)
+            is_continued = is_continued and tile.end not in offsets
+        yield TileBatch(tokens, labels, cuts, label_count, tile.shard, is_continued)
 
 
 Call = Callable[..., LMOutput]
 
 
-def _forward(
-    call: Call, batch: TileBatch, state: LMState | None, next_batch: TileBatch | None, *, with_labels: bool = True
-) -> LMOutput:
-    """The output, with the final state if the first document of `next_batch` needs it."""
-    output_state = next_batch is not None and next_batch.continues_document
+def _forward(call: Call, batch: TileBatch, state: LMState | None, *, with_labels: bool = True) -> LMOutput:
+    """The output, with the final state if the next tile needs it."""
     return call(
         batch.tokens_BL,
         batch.labels_BL if with_labels else None,
         state,
         batch.cu_seqlens,
         label_count=batch.label_count,
-        output_state=output_state and "last",
+        output_state=batch.is_continued and "last",
         shard=batch.shard,
     )
 
 
 def _nats(model: Call, batches: Sequence[TileBatch]) -> Tensor:
     nats, state = [], None
-    for batch, next_batch in _with_next(batches):
-        output = _forward(model, batch, state, next_batch)
+    for batch in batches:
+        output = _forward(model, batch, state)
         nats.append(output.nats)
         state = output.state
     return torch.cat(nats, 1)
@@ -220,10 +218,6 @@ Backward = Callable[[bool, Sequence[Tensor], Sequence[Tensor]], None]
 """Takes whether it is that of the first tile, the last backward; the loss and the tensors of the final state; and their
 gradients."""
 MINIMIZED = "minimized"
-
-
-def _backward_in_autograd(is_first_tile: bool, roots: Sequence[Tensor], d_roots: Sequence[Tensor]) -> None:
-    torch.autograd.backward(roots, d_roots)
 
 
 def _sums(losses: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -239,11 +233,11 @@ def _losses_of_tiles(
     """`_forward_and_backward` of all tiles, from the last to the first."""
     states = _states_before(call, batches, states_on_host)
     losses, d_after = [], None
-    for batch, next_batch in reversed(list(_with_next(batches))):
+    for batch in reversed(batches):
         before, device = states.pop(), batch.tokens_BL.device
         if before is not None:
             before = before.map(partial(as_leaves, device=device))
-        losses.append(_forward_and_backward(call, batch, before, next_batch, d_after, partial(backward, not states)))
+        losses.append(_forward_and_backward(call, batch, before, d_after, partial(backward, not states)))
         d_after = [d for layer in before.layers for d in gradients(layer)] if before else None
     return losses
 
@@ -251,8 +245,8 @@ def _losses_of_tiles(
 def _states_before(call: Call, batches: Sequence[TileBatch], on_host: bool) -> list[LMState | None]:
     states: list[LMState | None] = [None]
     state = None
-    for batch, next_batch in list(_with_next(batches))[:-1]:
-        state = _forward(call, batch, state, next_batch, with_labels=False).state
+    for batch in batches[:-1]:
+        state = _forward(call, batch, state, with_labels=False).state
         states.append(state.map(partial(mapped, change=Tensor.cpu)) if state and on_host else state)
     return states
 
@@ -261,13 +255,12 @@ def _forward_and_backward(
     call: Call,
     batch: TileBatch,
     before: LMState | None,
-    next_batch: TileBatch | None,
     d_after: list[Tensor | None] | None,
     backward: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
 ) -> dict[str, Tensor]:
     """The loss that is minimized, then the scalars; all detached. `d_after` is the gradient of the final state."""
     with torch.enable_grad():
-        output = _forward(call, batch, before, next_batch)
+        output = _forward(call, batch, before)
     assert output.loss is not None
     roots, d_roots = [output.loss], [torch.ones_like(output.loss)]
     if d_after is not None and output.state is not None:
@@ -278,10 +271,6 @@ def _forward_and_backward(
                 d_roots.append(d.to(x.device))  # that of an offloaded shared state is on the host
     backward(roots, d_roots)
     return {MINIMIZED: output.loss.detach(), **output.scalars}
-
-
-def _with_next(batches: Sequence[TileBatch]) -> Iterator[tuple[TileBatch, TileBatch | None]]:
-    return zip(batches, [*batches[1:], None], strict=True)
 
 
 def _no_logits() -> Tensor:

@@ -50,7 +50,10 @@ def is_export(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and EvaluatedCheckpoint.find(folder).home == folder
 
 
-IGNORED = {"validation", "parallel", "checkpoint", "run", "train.micro_batch_size", "data.workers"}
+IGNORED = {
+    "validation", "evaluation", "launch", "parallel", "memory", "checkpoint", "run", "train.micro_batch_size",
+    "data.workers", "model.plugins",
+}  # fmt: skip
 """Sections and settings that do not change the trained model."""
 LABEL_CHARACTERS = 60
 

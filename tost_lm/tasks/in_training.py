@@ -92,7 +92,7 @@ class TasksInTraining:
             engine: of the model in training, at any ZeRO stage.
             beat: called before each task and each batch, equally often by all ranks.
         """
-        model, rows = ShardedInference(engine.as_module, engine.module.config, engine.mesh), []
+        model, rows = ShardedInference(engine.module, engine.mesh, engine), []
         engine.set_training(False)
         for own in self.tasks:
             beat()

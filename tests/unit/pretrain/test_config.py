@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tost_lm.config import differences, load_config, section_of, to_toml
+from tost_lm.config import differences_of_trees, load_config, section_of, to_toml
 from tost_lm.errors import ConfigError
 from tost_lm.pretrain.sections import StageConfig
 from tost_lm.pretrain.settings import PretrainConfig, longer_batches
@@ -155,6 +155,8 @@ def test_an_override_replaces_the_setting_of_the_file_that_it_excludes(tmp_path:
         for words in ([], ["train.steps=3"], ["train.global_batch_size=4"], ["train.seq_len=4"])
     ]
     assert [(one.train.steps, one.train.global_batch_size) for one in chosen] == [(15, 8), (3, 8), (30, 4), (15, 16)]
+    path.write_text(path.read_text().replace("[train]", '[train]\ninitial_weights = "a"'))
+    assert load_config(PretrainConfig, path, ["train.branch_from=b"]).train.initial_weights is None
     for words in (["data.mixture.a=1"], ['data.mixture={"a" = 1}']):
         assert load_config(PretrainConfig, path, words).data.folders == {Path("a"): 1.0}
 
@@ -162,7 +164,7 @@ def test_an_override_replaces_the_setting_of_the_file_that_it_excludes(tmp_path:
 def changes(tmp_path: Path, data: str, *overrides: str) -> list[str]:
     recorded = read(tmp_path, '[data.mixture]\n"x/y" = 1\nz = 2\n')
     both = (config.in_stages()[0].what_is_trained() for config in (recorded, read(tmp_path, data, *overrides)))
-    return differences(*both)
+    return differences_of_trees(*both)
 
 
 def test_what_may_change_between_launches(tmp_path: Path):

@@ -196,7 +196,7 @@ def memory_rows(config: PlanConfig) -> Iterator[Row]:
     needed, host = plan_fit.gpu_bytes(config) / 1e9, plan_fit.host_bytes(config) / 1e9
     source = f"{moment.name}: {_listed(sizes, 1e9)}; reserved {cluster.reserved_gb:g}"
     yield "GPU memory", f"{needed:.2f} GB of {cluster.memory_gb:g}", source
-    yield "host memory of node 0", f"{host:.2f} GB of {cluster.host_memory_gb:g}", "asynchronous save, offloaded states"
+    yield "host memory of a node", f"{host:.2f} GB of {cluster.host_memory_gb:g}", "asynchronous save, offloaded states"
 
 
 def traffic_rows(config: PlanConfig) -> Iterator[Row]:

@@ -18,10 +18,6 @@ Row = Mapping[str, Any]
 """Values by name, with `step`; a value may be None."""
 
 
-class NoSettings(Section):
-    """The logger has no settings."""
-
-
 class LoggedLaunch(NamedTuple):
     """What a logger knows of the launch."""
 
@@ -45,8 +41,8 @@ class Logger(ABC):
     """What it imports; empty: nothing that may be missing."""
     extra: ClassVar[str] = "train"
     """The extra of this project that installs the package."""
-    settings: ClassVar[type[Section]] = NoSettings
-    """Of `run.logger_settings`."""
+    settings: ClassVar[type[Section]] = Section
+    """Of `run.logger_settings`; a `Section` alone has none."""
     run_id = ""
     """Identifies the run to the logger; empty: it needs none."""
 

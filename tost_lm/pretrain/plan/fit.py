@@ -15,8 +15,8 @@ from tost_lm.pretrain.settings import PretrainConfig
 
 
 def host_bytes(config: PlanConfig) -> float:
-    """Host memory of the node with rank 0: the copy for an asynchronous save, and what its ranks offload."""
-    copy, offloaded = memory.checkpoint_bytes(config) if config.checkpoint.asynchronous else 0, 0.0
+    """Host memory of a node: its part of the copy for an asynchronous save, and what its ranks offload."""
+    copy, offloaded = memory.checkpoint_bytes(config) / config.cluster.nodes, 0.0
     if config.parallel.offload != "none":
         weights, optimizer = memory.weights_and_optimizer(config, config.cluster.ranks)
         offloaded += 2 * weights + optimizer  # gradients too
@@ -86,7 +86,7 @@ def memory_problem(config: PlanConfig) -> str | None:
         )
     if host_bytes(config) > cluster.host_memory_gb * 1e9:
         problem = f"{host_bytes(config) / 1e9:.0f} GB, more than cluster.host_memory_gb {cluster.host_memory_gb:g}"
-        return f"a node needs {problem}; set checkpoint.asynchronous=false or parallel.offload=none"
+        return f"a node needs {problem}; raise cluster.nodes or set parallel.offload=none"
     return None
 
 
