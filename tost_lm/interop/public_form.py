@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from tost_lm.errors import CheckpointError, ConfigError, DataError, first_line, 
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, usual_mode
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.foreign_folder import CONFIG, read_settings, weight_files
-from tost_lm.inference.hugging_face import transformers_library
+from tost_lm.inference.hugging_face import explained_rejection, transformers_library
 from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
 from tost_lm.interop.public_layers import LAYERS, fixed_rotary, our_rotary, their_rotary, unsupported
 from tost_lm.interop.public_tokenizer import files_of_tokenizer, write_tokenizer
@@ -290,12 +289,12 @@ class PublicForm:
     def _read_config(self, folder: Path) -> Any:
         """The configuration in a folder, as the library reads it. Raises CheckpointError."""
         read_settings(folder)
-        with _explained(folder):
+        with explained_rejection(folder / CONFIG, "correct it"):
             return getattr(transformers_library(), self.config_class).from_pretrained(folder, local_files_only=True)
 
     def _build(self, theirs: Any, folder: Path) -> Any:
         """The library's model, on the meta device. Raises CheckpointError."""
-        with _explained(folder), torch.device("meta"):
+        with explained_rejection(folder / CONFIG, "correct it"), torch.device("meta"):
             return getattr(transformers_library(), self.model_class)(theirs)
 
     def _stored(self, folder: Path) -> dict[str, "_Stored"]:
@@ -380,15 +379,6 @@ class PublicForm:
         self.write(folder, config, weights, read_tokenizer(path), as_read=as_read, like=like, card=card + stale)
         written = f"{checkpoint}: written to {folder} for {self.model_class}.from_pretrained"
         return [written, f"its ids are those of {path}", *stale.splitlines()[1:]]
-
-
-@contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    """Errors of the library about a configuration, for which it has no class, become one line."""
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(f"{folder / CONFIG}: transformers rejects it: {first_line(error)}; correct it") from None
 
 
 def _check_weights(where: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
