@@ -159,7 +159,8 @@ class _Attention:
         self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None
     ) -> tuple[Tensor, KeyValueState | None]:
         if self.info.shard is not None and not (self.window or state or self.info.output_state):
-            return attend_balanced(_attend_block, q, torch.cat([k, v], -1), self.info)[0], None
+            attend_block = lambda q, kv, info: _Attention(0, info)(q, *halves(kv), None)[0]
+            return attend_balanced(attend_block, q, torch.cat([k, v], -1), self.info)[0], None
         up_to_here, sequence = self._around(k, v)
         attend_all = self._attend_rows if self.info.cu_seqlens is None else self._attend_packed
         return attend_all(q, up_to_here, sequence, state)
@@ -240,10 +241,6 @@ class _Attention:
         if self.window and dropped > 0:
             return x_BHSD[:, :, dropped:].clone()
         return x_BHSD if x_BHSD.requires_grad else x_BHSD.contiguous()
-
-
-def _attend_block(q: Tensor, kv: Tensor, info: SequenceInfo) -> Tensor:
-    return _Attention(0, info)(q, *halves(kv), None)[0]
 
 
 def _right_aligned(rows: list[Tensor]) -> Tensor:
