@@ -306,16 +306,13 @@ class PublicForm:
             except SafetensorError as error:
                 raise CheckpointError(f"{path}: damaged: {first_line(error)}; copy it again") from None
             for name in file.keys():  # noqa: SIM118, not a dict
-                if (theirs := self._their_name(name)) in stored:
+                theirs = name
+                for part, replacement in self.renamed.items():
+                    theirs = theirs.replace(part, replacement)
+                if theirs in stored:
                     raise CheckpointError(f"{path}: {name} is in another file, too; remove the files of an older save")
                 stored[theirs] = _Stored(name, file.get_slice(name))
         return stored
-
-    def _their_name(self, name: str) -> str:
-        """The library's name of a weight in a file."""
-        for part, theirs in self.renamed.items():
-            name = name.replace(part, theirs)
-        return name
 
     def _with_more_parts(self, like: Path | None) -> Path | None:
         """The folder `like` if its model has more parts."""
