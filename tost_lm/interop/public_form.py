@@ -182,7 +182,12 @@ class PublicForm:
         if HEAD in kept and config.tied_head:
             found[HEAD] = found[EMBEDDING].clone()
         if copied := self._with_more_parts(like):
-            _check_shapes(copied, found, kept)
+            others = [name for name, x in found.items() if name not in kept or kept[name].on_meta.shape != x.shape]
+            if others:
+                raise DataError(
+                    f"convert.like {copied}: its text part has other weights: {listed(others)}; give the folder that "
+                    "it came from"
+                )
         named = {kept[name].name if name in kept else name: weight for name, weight in found.items()}
         model.to(found[EMBEDDING].dtype)  # written to config.json
         try:
@@ -346,7 +351,14 @@ class PublicForm:
         of_theirs: dict[str, Any] = {}
         for name, theirs in self._sizes.items():  # where two of ours are one of theirs, they are equal
             supported[name] = of_theirs.setdefault(theirs, ours[name])
-        _check_supported(ours, supported | {"pattern": "".join(sorted(self.blocks))}, self.model_class)
+        supported["pattern"] = "".join(sorted(self.blocks))
+        problems = [
+            f"model.{name} {ours[name]!r}: {self.model_class} only has {value!r}; this model cannot be converted"
+            for name, value in supported.items()
+            if ours[name] != value
+        ]
+        if problems:
+            raise ConfigError("\n".join(problems))
         if self.without_rotary is None and config.rotary is None:
             raise ConfigError(
                 f"model.softmax.rope_theta 0: {self.model_class} always has a rotary embedding; this model cannot be "
@@ -392,26 +404,6 @@ def _check_weights(where: Path, expected: Mapping[str, Tensor], found: Mapping[s
                 f"{where}: {name} has shape {list(found[name].shape)}, its settings say {list(wanted.shape)}; copy it "
                 "again"
             )
-
-
-def _check_supported(ours: Mapping[str, Any], supported: Mapping[str, Any], theirs: str) -> None:
-    """Raises ConfigError with a line for each setting, by its dotted name, whose only value there is another."""
-    differing = {name: value for name, value in supported.items() if ours[name] != value}
-    if differing:
-        raise ConfigError(
-            "\n".join(
-                f"model.{name} {ours[name]!r}: {theirs} only has {value!r}; this model cannot be converted"
-                for name, value in differing.items()
-            )
-        )
-
-
-def _check_shapes(like: Path, found: Mapping[str, Tensor], stored: Mapping[str, "_Stored"]) -> None:
-    """Raises DataError: the text part of a folder has other weights."""
-    if others := [name for name, x in found.items() if name not in stored or stored[name].on_meta.shape != x.shape]:
-        raise DataError(
-            f"convert.like {like}: its text part has other weights: {listed(others)}; give the folder that it came from"
-        )
 
 
 def _write_into_copy(folder: Path, like: Path, weights: Mapping[str, Tensor], settings: Any) -> None:
