@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tost_lm.mixers.delta import chunked, fla
-from tost_lm.ops.affine import affine_scan, initial_states
+from tost_lm.ops.affine import PassedGradient, affine_scan, initial_states
 from tost_lm.ops.backends import Backend, choose
 from tost_lm.ops.layout import LocalDocuments, SequenceShard
 from tost_lm.ops.precision import running_dtype, statistics_dtype
@@ -58,7 +58,7 @@ def delta_rule(
         query, key, log_decay, beta = (
             x if statistics_dtype(x) == dtype else x.to(dtype) for x in (query, key, log_decay, beta)
         )
-        log_decay = _Finite.apply(log_decay)
+        log_decay = PassedGradient.apply(_finite, log_decay)
         inputs = query, key, value, log_decay, beta
 
         def scan(before: Tensor | None, with_final: bool = True) -> tuple[Tensor, Any]:
@@ -106,16 +106,9 @@ def delta_rule_step(
     return y_NHV.to(value.dtype), state
 
 
-class _Finite(torch.autograd.Function):
+def _finite(log_decay: Tensor) -> Tensor:
     """Numbers whose exponential is 0, as one near the largest of them: with −∞ or −1e38, the sums of a chunk would lose
-    the other decays. Gradients pass, which stores nothing: those of a decay of 0 are 0."""
-
-    @staticmethod
-    def forward(ctx, log_decay: Tensor) -> Tensor:
-        limits = torch.finfo(log_decay.dtype)
-        smallest = limits.tiny * limits.eps
-        return log_decay.clamp(min=math.log(smallest) - 1)
-
-    @staticmethod
-    def backward(ctx, d_log_decay: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return d_log_decay
+    the other decays. Gradients may pass, which stores nothing: those of a decay of 0 are 0."""
+    limits = torch.finfo(log_decay.dtype)
+    smallest = limits.tiny * limits.eps
+    return log_decay.clamp(min=math.log(smallest) - 1)

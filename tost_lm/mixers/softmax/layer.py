@@ -111,14 +111,12 @@ class SoftmaxMixer(TokenMixer):
     ) -> tuple[Tensor, AttentionState | None]:
         """The output of all heads, [B, T, H·D], and the new state."""
         if self.is_tile(state, info):
-            y_BHTD, tiles = attend_tile(q, k, v, state, info)  # pyright: ignore[reportArgumentType]
-            return y_BHTD.transpose(1, 2).flatten(-2), tiles
-        assert not isinstance(state, SharedState)
-        if isinstance(state, KeyValueSlots):
-            y_BH1D = attend_one(q, *state, state.add(info.position, (k, v)))
-            return y_BH1D.transpose(1, 2).flatten(-2), state
-        y_BHTD, new_state = self.eager(_Attention(self.window, info), q, k, v, state)
-        return y_BHTD.transpose(1, 2).flatten(-2), new_state
+            y_BHTD, state = attend_tile(q, k, v, state, info)  # pyright: ignore[reportArgumentType]
+        elif isinstance(state, KeyValueSlots):
+            y_BHTD = attend_one(q, *state, state.add(info.position, (k, v)))
+        else:
+            y_BHTD, state = self.eager(_Attention(self.window, info), q, k, v, state)
+        return y_BHTD.transpose(1, 2).flatten(-2), state
 
     def heads_of(self, projected_BTE: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [B, H, T, D]; H may be fewer heads for keys and values."""

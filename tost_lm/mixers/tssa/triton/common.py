@@ -23,7 +23,7 @@ from tost_lm.ops import precision
 from tost_lm.ops.layout import Layout
 from tost_lm.sizes import TRITON_CHUNK_TOKENS
 
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportCallIssue=false
 
 
 ENERGY_FLOOR, MASS_FLOOR = tl.constexpr(statistics.ENERGY_FLOOR), tl.constexpr(precision.MASS_FLOOR)
@@ -209,9 +209,6 @@ def load_bias(i, limit, start, h_G, real_G, bias_BHT, T, stride_b, stride_h, str
     places_GJ = start // T * stride_b + h_G[:, None] * stride_h + ((start % T + t_J) * stride_t)[None, :]
     bias_GJ = tl.load(bias_BHT + places_GJ, mask=real_G[:, None] & real_tokens(t_J, limit)[None, :], other=0.0)
     return bias_GJ.to(tl.float32) * D
-
-
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 
 
 NARROW, WIDE = (128, 16, 4), (512, 8, 8)
