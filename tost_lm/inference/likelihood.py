@@ -80,7 +80,8 @@ def _score_batch(model: LanguageModel, requests: Sequence[Request], length: int)
         inputs[: request.inputs] = np.concatenate([request.context, request.target[:-1]])
         labels[len(request.context) - 1 : request.inputs] = request.target
     device = next(model.parameters()).device
-    output = model(*(torch.from_numpy(ids_BT).to(device) for ids_BT in (inputs_BT, labels_BT)))
+    here_BT, next_BT = (torch.from_numpy(ids_BT).to(device) for ids_BT in (inputs_BT, labels_BT))
+    output = model(here_BT, next_BT)
     assert output.nats is not None
     assert output.is_top is not None
     is_counted_BT = torch.from_numpy(labels_BT != IGNORED_LABEL).to(device)
