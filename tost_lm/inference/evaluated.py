@@ -61,16 +61,8 @@ class EvaluatedCheckpoint:
         """Raises DataError when the tokenizer is missing or damaged."""
         return read_tokenizer(find_tokenizer(self.checkpoint))
 
-    def load(self, device: str) -> "LanguageModel":
-        """The model, in evaluation mode. Raises CheckpointError."""
-        import torch
-
-        from tost_lm.checkpointing.reading import load
-
-        return load(self.checkpoint, device).to(getattr(torch, self.dtype))
-
-    def load_on_ranks(self, mesh: "Mesh") -> "LanguageModel":
-        """A copy of the model on tensor and sequence ranks; all of them call it.
+    def load(self, device: str, mesh: "Mesh | None" = None) -> "LanguageModel":
+        """The model in evaluation mode, with a mesh a copy of it on tensor and sequence ranks; all of them call it.
 
         Raises:
             CheckpointError: the model cannot be loaded.
@@ -78,9 +70,10 @@ class EvaluatedCheckpoint:
         """
         import torch
 
-        from tost_lm.checkpointing.reading import load_on_ranks
+        from tost_lm.checkpointing.reading import load, load_on_ranks
 
-        return load_on_ranks(self.checkpoint, mesh).to(getattr(torch, self.dtype))
+        model = load(self.checkpoint, device) if mesh is None else load_on_ranks(self.checkpoint, mesh)
+        return model.to(getattr(torch, self.dtype))
 
     def hashes(self) -> dict[str, Any]:
         """Hashes that identify the checkpoint and its tokenizer."""

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 """Names of the trained length in the configurations of models."""
+NO_CODE = "give a causal language model of transformers, because code in a model folder is never run"
 
 
 def find_evaluated(path: Path) -> EvaluatedCheckpoint:
@@ -59,33 +61,34 @@ class HuggingFaceCheckpoint(EvaluatedCheckpoint):
 
     def tokenizer(self) -> "HuggingFaceTokenizer":
         transformers = transformers_library()
-        tokenizer = _guarded(
-            self, lambda: transformers.AutoTokenizer.from_pretrained(self.checkpoint, trust_remote_code=False)
-        )
+        with explained_rejection(self.checkpoint, NO_CODE):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(self.checkpoint, trust_remote_code=False)
         return HuggingFaceTokenizer(tokenizer, self.hashes()["tokenizer_sha256"])
 
-    def load(self, device: str) -> "HuggingFaceLM":
+    def load(self, device: str, mesh: "Mesh | None" = None) -> "HuggingFaceLM":
         """The model in evaluation mode. Raises CheckpointError, also when weights are missing or of other shapes."""
+        if mesh is not None and mesh.tensor.size * mesh.sequence.size > 1:
+            raise ConfigError(
+                f"{self.checkpoint}: tensor and sequence parallelism do not support Hugging Face models; leave "
+                "parallel.tensor and parallel.sequence out, and each rank scores its own examples"
+            )
         library, folder, no_code = transformers_library(), self.checkpoint, {"trust_remote_code": False}
         stored_bytes = sum(file.stat().st_size for file in self._weight_files())
-
-        def build() -> Any:
+        with explained_rejection(folder, NO_CODE):
             config = library.AutoConfig.from_pretrained(folder, **no_code)
             with torch.device("meta"):
-                return library.AutoModelForCausalLM.from_config(config, **no_code)
-
-        def load() -> Any:
-            checked = {"output_loading_info": True, "ignore_mismatched_sizes": True, **no_code}
-            dtype = getattr(torch, self.dtype)
-            return library.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **checked)
-
-        count = sum(parameter.numel() for parameter in _guarded(self, build).parameters())
+                empty = library.AutoModelForCausalLM.from_config(config, **no_code)
+        count = sum(parameter.numel() for parameter in empty.parameters())
         if count > stored_bytes:  # the library would draw the missing ones
             raise CheckpointError(
                 f"{folder}: its settings say {count:,} parameters, its weights have {stored_bytes:,} bytes; copy it "
                 "again"
             )
-        model, info = _guarded(self, load)
+        checked = {"output_loading_info": True, "ignore_mismatched_sizes": True, **no_code}
+        with explained_rejection(folder, NO_CODE):
+            model, info = library.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, self.dtype), **checked
+            )
         if missing := sorted(info["missing_keys"]):
             raise CheckpointError(
                 f"{folder}: {len(missing)} weights of a causal language model are missing ({missing[0]}, …); give a "
@@ -99,14 +102,6 @@ class HuggingFaceCheckpoint(EvaluatedCheckpoint):
             for module in {sys.modules[type(layer).__module__] for layer in model.modules()}:
                 vars(module).update(torch_forms(module))
         return HuggingFaceLM(model).to(device).eval()
-
-    def load_on_ranks(self, mesh: "Mesh") -> "HuggingFaceLM":
-        if mesh.tensor.size * mesh.sequence.size > 1:
-            raise ConfigError(
-                f"{self.checkpoint}: tensor and sequence parallelism do not support Hugging Face models; leave "
-                "parallel.tensor and parallel.sequence out, and each rank scores its own examples"
-            )
-        return self.load(str(mesh.device))
 
     def open_shards(self, folder: str) -> Any:
         """The text of the shards in `folder`, with ids of this model's tokenizer."""
@@ -183,7 +178,6 @@ class HuggingFaceLM(nn.Module):
         # Without rotary embeddings, as in OLMo-Hybrid, attention reads any length.
         is_limited = getattr(model.base_model, "rotary_emb", True) is not None
         self.config = ForeignFacts(found[0], found[0] if is_limited else None, model.config.model_type)
-        self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def empty_state(self, rows: int) -> LMState:
         return LMState((None,), (0,) * rows)
@@ -217,21 +211,17 @@ class HuggingFaceLM(nn.Module):
         """Logits of at least the last `kept` tokens (0: all), and the cache after them."""
         # The model changes a cache in place, but a state can be used again.
         past = copy.deepcopy(state.layers[0]) if state else None
-        chosen = {"logits_to_keep": kept} if self._selects else {}
-        return self.model(tokens_BT, past_key_values=past, use_cache=True, **chosen)
+        return self.model(tokens_BT, past_key_values=past, use_cache=True, logits_to_keep=kept)
 
     def _rows_per_tile(self, labels_BT: Tensor) -> int:
         """Rows whose logits take no more memory than those of our models; allocating more for each batch costs time."""
-        columns = int((labels_BT != IGNORED_LABEL).any(0).sum()) if self._selects else labels_BT.shape[1]
+        columns = int((labels_BT != IGNORED_LABEL).any(0).sum())
         return max(1, logit_tile_tokens(self.model.config.vocab_size, torch.float32) // max(1, columns))
 
     def _score(self, tokens_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Nats, and whether labels are the most likely; computes only logits of labels, if the model allows."""
+        """Nats, and whether labels are the most likely; computes only logits of labels."""
         columns_K = (labels_BT != IGNORED_LABEL).any(0).nonzero()[:, 0]
-        chosen = {"logits_to_keep": columns_K} if self._selects else {}
-        logits_BKV = self.model(tokens_BT, use_cache=False, **chosen).logits
-        if not self._selects:
-            logits_BKV = logits_BKV[:, columns_K]
+        logits_BKV = self.model(tokens_BT, use_cache=False, logits_to_keep=columns_K).logits
         nats_BK, is_top_BK = _nats_and_top(logits_BKV, labels_BT[:, columns_K])
         nats_BT = torch.zeros_like(labels_BT, dtype=nats_BK.dtype).index_copy_(1, columns_K, nats_BK)
         is_top_BT = torch.zeros_like(labels_BT, dtype=torch.bool).index_copy_(1, columns_K, is_top_BK)
@@ -282,11 +272,10 @@ def print_only_errors() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed else prints that it chose the CPU
 
 
-def _guarded(evaluated: EvaluatedCheckpoint, load: Callable[[], Any]) -> Any:
+@contextmanager
+def explained_rejection(path: Path, fix: str) -> Iterator[None]:
+    """Errors of transformers about a file or folder, for which it has no class, become one line."""
     try:
-        return load()
-    except Exception as error:  # each architecture raises its own errors
-        raise CheckpointError(
-            f"{evaluated.checkpoint}: cannot be loaded ({first_line(error)}); give a causal language model of "
-            "transformers, because code in a model folder is never run"
-        ) from None
+        yield
+    except Exception as error:
+        raise CheckpointError(f"{path}: transformers rejects it: {first_line(error)}; {fix}") from None

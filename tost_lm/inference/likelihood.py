@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tost_lm.inference.generation import LanguageModel, require_finite
 from tost_lm.inference.ranks import Ranks
@@ -81,7 +80,8 @@ def _score_batch(model: LanguageModel, requests: Sequence[Request], length: int)
         inputs[: request.inputs] = np.concatenate([request.context, request.target[:-1]])
         labels[len(request.context) - 1 : request.inputs] = request.target
     device = next(model.parameters()).device
-    output = model(_tensor(inputs_BT, device), _tensor(labels_BT, device))
+    here_BT, next_BT = (torch.from_numpy(ids_BT).to(device) for ids_BT in (inputs_BT, labels_BT))
+    output = model(here_BT, next_BT)
     assert output.nats is not None
     assert output.is_top is not None
     is_counted_BT = torch.from_numpy(labels_BT != IGNORED_LABEL).to(device)
@@ -89,7 +89,3 @@ def _score_batch(model: LanguageModel, requests: Sequence[Request], length: int)
     nats_B = output.nats.double().sum(1).cpu().numpy()
     require_finite(model, nats_B)
     return list(zip(nats_B.tolist(), is_greedy_B.tolist(), strict=True))
-
-
-def _tensor(ids_BT: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(ids_BT).to(device)

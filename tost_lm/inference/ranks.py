@@ -109,7 +109,7 @@ class Ranks:
             CheckpointError: the model cannot be loaded.
             ConfigError: the heads or the vocabulary cannot be divided evenly.
         """
-        model = evaluated.load(pick_device()) if self.mesh is None else evaluated.load_on_ranks(self.mesh)
+        model = evaluated.load(str(self.mesh.device) if self.mesh else pick_device(), self.mesh)
         model.name = str(evaluated.checkpoint)
         return model
 

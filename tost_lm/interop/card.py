@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tost_lm.checkpointing.format import CONVERSION, SETTINGS, Progress, read_model_config
 from tost_lm.checkpointing.run_folder import ENVIRONMENT, read_record
-from tost_lm.config import read_toml, validate
+from tost_lm.config import leaves, read_toml, validate
 from tost_lm.data.stages import StageRecord, passes, steps_of, tokens_of
 from tost_lm.data.tokenizers import find_tokenizer
 from tost_lm.errors import ConfigError
@@ -270,7 +270,9 @@ def _results(
         count = f"{totals['examples']:,} examples" if "examples" in totals else f"{totals['documents']:,} documents"
         text = [redact_text(f"shards {identity['shards']}")] if identity["shards"] else []
         text += [f"test set SHA-256 {identity['data_sha256']}"] if "data_sha256" in identity else []
-        how = [count, *text, *_settings(redact_tree(identity["settings"] or {})), f"tost_lm {identity['tost_lm']}"]
+        settings = leaves(redact_tree(identity["settings"] or {}))
+        text += [f"{name}={value}" for name, value in settings if value not in (None, "", [])]
+        how = [count, *text, f"tost_lm {identity['tost_lm']}"]
         score = format_result(headline, totals)
         rows.append((results["protocol"], headline.replace("_", " "), score, ", ".join(how)))
     if not rows:
@@ -294,17 +296,6 @@ def _limits(model: ModelConfig, training: _Training | None, is_validated: bool) 
         if not is_validated:
             yield "No loss on held-out text was measured during training."
     yield "The language and the license of the training data are not recorded."
-
-
-def _settings(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The settings in tables as `section.name=value`, without those that are not set."""
-    found: list[str] = []
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            found += _settings(value, f"{prefix}{name}.")
-        elif value not in (None, "", []):
-            found.append(f"{prefix}{name}={value}")
-    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:

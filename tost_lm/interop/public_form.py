@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from tost_lm.errors import CheckpointError, ConfigError, DataError, first_line, 
 from tost_lm.files import make_temp_folder, publish_folder, remove_temp_folder, usual_mode
 from tost_lm.inference.evaluated import EvaluatedCheckpoint
 from tost_lm.inference.foreign_folder import CONFIG, read_settings, weight_files
-from tost_lm.inference.hugging_face import transformers_library
+from tost_lm.inference.hugging_face import explained_rejection, transformers_library
 from tost_lm.interop.card import TRANSFORMERS_USAGE, model_card
 from tost_lm.interop.public_layers import LAYERS, fixed_rotary, our_rotary, their_rotary, unsupported
 from tost_lm.interop.public_tokenizer import files_of_tokenizer, write_tokenizer
@@ -183,7 +182,12 @@ class PublicForm:
         if HEAD in kept and config.tied_head:
             found[HEAD] = found[EMBEDDING].clone()
         if copied := self._with_more_parts(like):
-            _check_shapes(copied, found, kept)
+            others = [name for name, x in found.items() if name not in kept or kept[name].on_meta.shape != x.shape]
+            if others:
+                raise DataError(
+                    f"convert.like {copied}: its text part has other weights: {listed(others)}; give the folder that "
+                    "it came from"
+                )
         named = {kept[name].name if name in kept else name: weight for name, weight in found.items()}
         model.to(found[EMBEDDING].dtype)  # written to config.json
         try:
@@ -290,12 +294,12 @@ class PublicForm:
     def _read_config(self, folder: Path) -> Any:
         """The configuration in a folder, as the library reads it. Raises CheckpointError."""
         read_settings(folder)
-        with _explained(folder):
+        with explained_rejection(folder / CONFIG, "correct it"):
             return getattr(transformers_library(), self.config_class).from_pretrained(folder, local_files_only=True)
 
     def _build(self, theirs: Any, folder: Path) -> Any:
         """The library's model, on the meta device. Raises CheckpointError."""
-        with _explained(folder), torch.device("meta"):
+        with explained_rejection(folder / CONFIG, "correct it"), torch.device("meta"):
             return getattr(transformers_library(), self.model_class)(theirs)
 
     def _stored(self, folder: Path) -> dict[str, "_Stored"]:
@@ -307,16 +311,13 @@ class PublicForm:
             except SafetensorError as error:
                 raise CheckpointError(f"{path}: damaged: {first_line(error)}; copy it again") from None
             for name in file.keys():  # noqa: SIM118, not a dict
-                if (theirs := self._their_name(name)) in stored:
+                theirs = name
+                for part, replacement in self.renamed.items():
+                    theirs = theirs.replace(part, replacement)
+                if theirs in stored:
                     raise CheckpointError(f"{path}: {name} is in another file, too; remove the files of an older save")
                 stored[theirs] = _Stored(name, file.get_slice(name))
         return stored
-
-    def _their_name(self, name: str) -> str:
-        """The library's name of a weight in a file."""
-        for part, theirs in self.renamed.items():
-            name = name.replace(part, theirs)
-        return name
 
     def _with_more_parts(self, like: Path | None) -> Path | None:
         """The folder `like` if its model has more parts."""
@@ -350,7 +351,14 @@ class PublicForm:
         of_theirs: dict[str, Any] = {}
         for name, theirs in self._sizes.items():  # where two of ours are one of theirs, they are equal
             supported[name] = of_theirs.setdefault(theirs, ours[name])
-        _check_supported(ours, supported | {"pattern": "".join(sorted(self.blocks))}, self.model_class)
+        supported["pattern"] = "".join(sorted(self.blocks))
+        problems = [
+            f"model.{name} {ours[name]!r}: {self.model_class} only has {value!r}; this model cannot be converted"
+            for name, value in supported.items()
+            if ours[name] != value
+        ]
+        if problems:
+            raise ConfigError("\n".join(problems))
         if self.without_rotary is None and config.rotary is None:
             raise ConfigError(
                 f"model.softmax.rope_theta 0: {self.model_class} always has a rotary embedding; this model cannot be "
@@ -382,15 +390,6 @@ class PublicForm:
         return [written, f"its ids are those of {path}", *stale.splitlines()[1:]]
 
 
-@contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    """Errors of the library about a configuration, for which it has no class, become one line."""
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(f"{folder / CONFIG}: transformers rejects it: {first_line(error)}; correct it") from None
-
-
 def _check_weights(where: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
     """Raises CheckpointError: a weight is missing, unexpected, of another shape or of integers."""
     if missing := [name for name in expected if name not in found]:
@@ -405,26 +404,6 @@ def _check_weights(where: Path, expected: Mapping[str, Tensor], found: Mapping[s
                 f"{where}: {name} has shape {list(found[name].shape)}, its settings say {list(wanted.shape)}; copy it "
                 "again"
             )
-
-
-def _check_supported(ours: Mapping[str, Any], supported: Mapping[str, Any], theirs: str) -> None:
-    """Raises ConfigError with a line for each setting, by its dotted name, whose only value there is another."""
-    differing = {name: value for name, value in supported.items() if ours[name] != value}
-    if differing:
-        raise ConfigError(
-            "\n".join(
-                f"model.{name} {ours[name]!r}: {theirs} only has {value!r}; this model cannot be converted"
-                for name, value in differing.items()
-            )
-        )
-
-
-def _check_shapes(like: Path, found: Mapping[str, Tensor], stored: Mapping[str, "_Stored"]) -> None:
-    """Raises DataError: the text part of a folder has other weights."""
-    if others := [name for name, x in found.items() if name not in stored or stored[name].on_meta.shape != x.shape]:
-        raise DataError(
-            f"convert.like {like}: its text part has other weights: {listed(others)}; give the folder that it came from"
-        )
 
 
 def _write_into_copy(folder: Path, like: Path, weights: Mapping[str, Tensor], settings: Any) -> None:

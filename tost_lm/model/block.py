@@ -19,16 +19,12 @@ from tost_lm.model.config import ModelConfig
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.norms import ZeroCenteredRmsNorm
 from tost_lm.ops.positions import SequenceInfo
-from tost_lm.torch_internals import call_outside_of_graphs, compiled
+from tost_lm.torch_internals import call, call_outside_of_graphs, compiled
 
 MixerState = Any
 """The state of a mixer's layer, a tuple of tensors."""
 CheckpointWrapper = Callable[..., Any]
 """Takes a function and its arguments and returns the function's result. May compute it again in the backward."""
-
-
-def no_checkpoint(compute: Callable[..., Any], *arguments: Any) -> Any:
-    return compute(*arguments)
 
 
 def build_norm(config: ModelConfig) -> nn.LayerNorm | nn.RMSNorm:
@@ -104,7 +100,7 @@ class Block(nn.Module):
         self._compiled_add: Callable[..., Any] | None = None
         self.set_checkpoints()
 
-    def set_checkpoints(self, whole: CheckpointWrapper = no_checkpoint, mlp: CheckpointWrapper = no_checkpoint) -> None:
+    def set_checkpoints(self, whole: CheckpointWrapper = call, mlp: CheckpointWrapper = call) -> None:
         """Set the wrappers of the whole block and of its MLP branch, where tokens do not interact, so that it may call
         the function on tiles of tokens."""
         self._checkpoint, self._mlp_checkpoint = whole, mlp

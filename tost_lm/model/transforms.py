@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from tost_lm.errors import ConfigError
-from tost_lm.model.block import Block, no_checkpoint
+from tost_lm.model.block import Block
 from tost_lm.model.lm import TostLM
-from tost_lm.torch_internals import allow_graphs, missing_compiler, use_private_inductor_cache
+from tost_lm.torch_internals import allow_graphs, call, missing_compiler, use_private_inductor_cache
 
 OPTIONS: Any = {"use_reentrant": False, "preserve_rng_state": False}  # blocks draw no random numbers
 
@@ -41,8 +41,8 @@ def apply_activation_checkpointing(
         context_fn: for blocks, the argument of `torch.utils.checkpoint.checkpoint`: what is stored besides the input.
     """
     is_full = activation_checkpointing == "full"
-    whole = partial(checkpoint, **OPTIONS, context_fn=context_fn) if is_full else no_checkpoint
-    mlp = partial(_in_tiles, mlp_tile_tokens) if mlp_tile_tokens else no_checkpoint
+    whole = partial(checkpoint, **OPTIONS, context_fn=context_fn) if is_full else call
+    mlp = partial(_in_tiles, mlp_tile_tokens) if mlp_tile_tokens else call
     for block in model.blocks:
         assert isinstance(block, Block)
         block.set_checkpoints(whole, mlp)

@@ -11,6 +11,7 @@ is a document. X below is their number; N documents, n of them with tokens on th
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -54,7 +55,8 @@ def affine_scan(
     factor_X, added_X = maps(slice(first, None), local.lengths[-count:])
     before_n: Tensor = _StatesBefore.apply(factor_X, added_X, initial_N, shard, local)  # pyright: ignore[reportAssignmentType]
     output, final_n = scan(before_n)
-    output: Tensor = _Dependent.apply(output, before_n)  # pyright: ignore[reportAssignmentType]
+    # So that the backward of `before_n` is called with that of the output, on each rank.
+    output: Tensor = _PassedGradient.apply(lambda x: x.view_as(x), output, before_n)  # pyright: ignore[reportAssignmentType]
     return output, _final_states(shard, local, final_n) if output_final_state else None
 
 
@@ -128,30 +130,18 @@ class _StatesBefore(torch.autograd.Function):
         return d_factor, d_after, _summed(d_initial_N, shard), None, None
 
 
-class _Dependent(torch.autograd.Function):
-    """The first tensor. The backward of the second is called with that of the first, on each rank."""
+class _PassedGradient(torch.autograd.Function):
+    """apply(function, x, *others): function(x), whose gradient x receives unchanged. Backwards of `others` run too."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, before_n: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dx: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return dx, None
-
-
-class _Collected(torch.autograd.Function):
-    """The sum over ranks, which all of them have, like its gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, shard: SequenceShard) -> Tensor:
-        return _summed(x, shard)
+    def forward(ctx, function: Callable[[Tensor], Tensor], x: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = len(others)
+        return function(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dx: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return dx, None
+    def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, dy, *[None] * ctx.others
 
 
 def _final_states(shard: SequenceShard, local: LocalDocuments, final_n: Tensor) -> Tensor:
@@ -160,7 +150,8 @@ def _final_states(shard: SequenceShard, local: LocalDocuments, final_n: Tensor) 
     ended_n = final_n.where(ends_n.view(-1, *[1] * (final_n.dim() - 1)), 0)
     padding = [local.documents.start, len(local.whole_lengths) - local.documents.stop]
     rows = [ended_n.new_zeros(size, *ended_n.shape[1:]) for size in padding]
-    return _Collected.apply(torch.cat([rows[0], ended_n, rows[1]]), shard)  # pyright: ignore[reportReturnType]
+    rows_N = torch.cat([rows[0], ended_n, rows[1]])
+    return _PassedGradient.apply(partial(_summed, shard=shard), rows_N)  # pyright: ignore[reportReturnType]
 
 
 def _starts(local: LocalDocuments, shard: SequenceShard) -> tuple[bool, ...]:

@@ -43,30 +43,20 @@ class HasInitialValues(Protocol):
 def initial_values(model: nn.Module, layers: int, std: float) -> dict[str, InitialValue]:
     """The initial value of each parameter of a model of so many layers, by name; it may be on the meta device.
 
-    `std` is the standard deviation of its matrices but those that end a branch.
+    `std` is the standard deviation of its matrices but those that end a branch: the output projections of mixers and
+    MLPs.
     """
     found = {}
     for prefix, module in model.named_modules():
-        values = own_values(module, matrix_std(std, layers, ends_branch=prefix.endswith(".out_proj")))
+        if isinstance(module, HasInitialValues):
+            values = module.initial_values()
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            values = {"weight": 1.0, "bias": 0.0}
+        else:
+            ends_branch = prefix.endswith(".out_proj")
+            values = {"weight": Normal(std / math.sqrt(2 * layers) if ends_branch else std), "bias": 0.0}
         found |= {f"{prefix}.{name}".lstrip("."): value for name, value in values.items()}
     return {name: found[name] for name, _ in model.named_parameters()}
-
-
-def matrix_std(std: float, layers: int, ends_branch: bool) -> float:
-    """Standard deviation of a matrix in a model of so many layers, whose other matrices have `std`.
-
-    `ends_branch`: it is the output projection of a mixer or an MLP.
-    """
-    return std / math.sqrt(2 * layers) if ends_branch else std
-
-
-def own_values(module: nn.Module, std: float) -> dict[str, InitialValue]:
-    """The initial values of the parameters that a module may have itself, by name; `std` is that of its matrix."""
-    if isinstance(module, HasInitialValues):
-        return module.initial_values()
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        return {"weight": 1.0, "bias": 0.0}
-    return {"weight": Normal(std), "bias": 0.0}
 
 
 @torch.no_grad()
@@ -82,10 +72,8 @@ def initialize(model: nn.Module, layers: int, std: float, seed: int) -> None:
     """Set all parameters of a model to their `initial_values`."""
     for name, value in initial_values(model, layers, std).items():
         parameter = model.get_parameter(name)
-        if isinstance(value, Normal):
-            parameter.copy_(draw(value, seed, name, parameter.shape))
-        else:
-            parameter.copy_(torch.as_tensor(value))
+        drawn = draw(value, seed, name, parameter.shape) if isinstance(value, Normal) else torch.as_tensor(value)
+        parameter.copy_(drawn)
 
 
 def draw_seed() -> int:

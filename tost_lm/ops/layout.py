@@ -112,17 +112,6 @@ def fla_documents(offsets: tuple[int, ...], device: torch.device) -> dict[str, T
     return {"cu_seqlens": int64_tensor(offsets, device), "chunk_indices": to_device(indices_K2, device)}
 
 
-def read_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """The offsets of packed documents as Python integers. Synchronizes with the device of `cu_seqlens`.
-
-    Raises:
-        ValueError: they are no offsets.
-    """
-    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens must be integers [N + 1], N ≥ 1, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
-    return tuple(cu_seqlens.tolist())
-
-
 Array = TypeVar("Array")
 """torch.Tensor or numpy.ndarray."""
 
@@ -186,6 +175,7 @@ class LocalDocuments:
     @classmethod
     def of(cls, cu_seqlens: Tensor | None, B: int, T: int, split: SequenceSplit | None) -> "LocalDocuments":
         """The documents of this rank's tokens [B, T]. `cu_seqlens` covers the whole sequence; None: rows are documents.
+        Synchronizes with its device.
 
         Raises:
             ValueError: T differs from `split`, or cu_seqlens does not fit the sequence.
@@ -204,7 +194,10 @@ class LocalDocuments:
                 before=(split.start,) * B,
                 whole_lengths=(split.tokens,) * B,
             )
-        return _packed(read_offsets(cu_seqlens), B, split)
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
+            shape = list(cu_seqlens.shape)
+            raise ValueError(f"cu_seqlens must be integers [N + 1], N ≥ 1, got {cu_seqlens.dtype} {shape}")
+        return _packed(tuple(cu_seqlens.tolist()), B, split)
 
 
 @lru_cache(maxsize=32)

@@ -167,7 +167,7 @@ def test_code_in_a_folder_is_not_run_whatever_stdin_answers(
     settings = {"model_type": "hostile", "auto_map": {"AutoConfig": "code.Hostile"}}
     (hostile / "config.json").write_text(json.dumps(settings))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
-    start = f"{hostile}: cannot be loaded (The repository {hostile} contains custom code"
+    start = f"{hostile}: transformers rejects it: The repository {hostile} contains custom code"
     with pytest.raises(CheckpointError, match=rf"^{re.escape(start)}.*code in a model folder is never run$"):
         find_evaluated(hostile).load("cpu")
     assert not (tmp_path / "ran").exists()

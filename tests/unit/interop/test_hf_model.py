@@ -149,7 +149,7 @@ def test_a_cache_can_be_continued_and_copied(settings: dict[str, Any]):
     model, tokens = make(**settings), random_ids(3, 30)
     cache = TostCache()
     model(tokens[:, :11], LEFT_PADDED, cache)
-    assert (cache.get_seq_length(), cache.positions) == (11, (11, 2, 7))
+    assert (cache.get_seq_length(), cache.state and cache.state.positions) == (11, (11, 2, 7))
     mask = torch.cat([LEFT_PADDED, torch.ones(3, 19, dtype=torch.int64)], 1)
     mask[0, 11:20] = 0  # a second turn, also padded on the left
     expected = generated(model, tokens, mask, use_cache=False)

@@ -61,7 +61,9 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast | None:
         pipeline, eot = _sentencepiece(tokenizer)
         others["add_prefix_space"] = False  # of tools that compute SentencePiece themselves, as llama.cpp does
     elif isinstance(tokenizer, HfTokenizer):
-        pipeline, eot = _plain(tokenizer), tokenizer.eot_token
+        pipeline, eot = Pipeline.from_str(tokenizer.tokenizer_json), tokenizer.eot_token
+        pipeline.no_truncation()
+        pipeline.no_padding()
     else:
         return None
     if pipeline is None:
@@ -72,13 +74,6 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast | None:
         split_special_tokens=True, clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"], **others,
     )  # fmt: skip
-
-
-def _plain(tokenizer: HfTokenizer) -> Pipeline:
-    pipeline = Pipeline.from_str(tokenizer.tokenizer_json)
-    pipeline.no_truncation()
-    pipeline.no_padding()
-    return pipeline
 
 
 def _sentencepiece(tokenizer: SentencePieceTokenizer) -> tuple[Pipeline | None, str]:

@@ -1,5 +1,7 @@
 """The model's state as a cache of the Hugging Face library."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -18,7 +20,7 @@ class TostCache(Cache):
     state: LMState | None
     """One row per sequence of the batch; None before the first token."""
     columns: int
-    """Tokens per row so far, with padding; `positions` counts without padding."""
+    """Tokens per row so far, with padding; the positions of `state` count without padding."""
     is_compileable = is_croppable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
     is_linear = (False,)  # else `generate` reads the known tokens again  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
@@ -34,14 +36,14 @@ class TostCache(Cache):
         """Forget all tokens."""
         self.state, self.columns = None, 0
 
-    @property
-    def positions(self) -> tuple[int, ...] | None:
-        """Tokens per row so far, without padding; None before the first token."""
-        return self.state and self.state.positions
-
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows at `indices`, int64 [n], in that order."""
-        self.state = self.state and select_rows(self.state, indices)
+        if self.state is not None:
+            positions = self.state.positions
+            equal = len(set(positions)) == 1  # avoids a copy from the device
+            kept = positions[:1] * len(indices) if equal else tuple(positions[row] for row in indices.tolist())
+            select = partial(mapped, change=lambda x_N: x_N.index_select(0, indices.to(x_N.device)))
+            self.state = self.state.map(select)._replace(positions=kept)
 
     reorder_cache = batch_select_indices  # pyright: ignore[reportAssignmentType]
 
@@ -54,11 +56,3 @@ class TostCache(Cache):
         """Raises ValueError unless `tokens_to_remove` is 0: sums over tokens cannot be undone."""
         if tokens_to_remove:
             raise ValueError(f"TostCache: the last {abs(tokens_to_remove)} tokens cannot be removed from its state")
-
-
-def select_rows(state: LMState, rows: Tensor) -> LMState:
-    """The rows at `rows`, int64 [n]."""
-    equal = len(set(state.positions)) == 1  # avoids a copy from the device
-    positions = state.positions[:1] * len(rows) if equal else tuple(state.positions[row] for row in rows.tolist())
-    selected = state.map(lambda layer: mapped(layer, lambda x_N: x_N.index_select(0, rows.to(x_N.device))))
-    return selected._replace(positions=positions)

@@ -141,7 +141,10 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         """Hidden states [B, T, C], 0 at padding; the cache is updated. With padding, the tokens are read as packed
         documents."""
         columns, state = (0, None) if cache is None else (cache.columns, cache.state)
-        real_BT = None if mask is None else _real_tokens(tokens_BT, mask, columns)
+        rows, tokens = tokens_BT.shape
+        if mask is not None and mask.shape != (rows, columns + tokens):
+            raise ValueError(f"attention_mask must be {[rows, columns + tokens]}, got {list(mask.shape)}")
+        real_BT = None if mask is None else mask[:, columns:] != 0
         if real_BT is None or real_BT.all():
             output = self.model(tokens_BT, state=state, output_state=cache is not None)
             x_BTC = output.logits
@@ -153,7 +156,7 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
             x_1MC = output.logits
             x_BTC = x_1MC.new_zeros(*real_BT.shape, x_1MC.shape[-1]).masked_scatter(real_BT[..., None], x_1MC)
         if cache is not None:
-            cache.state, cache.columns = to_running_dtype(output.state), columns + tokens_BT.shape[1]
+            cache.state, cache.columns = to_running_dtype(output.state), columns + tokens
         return x_BTC
 
     def _prepare_cache_for_generation(
@@ -185,11 +188,3 @@ class TostForCausalLM(PreTrainedModel, GenerationMixin):
         model.model.load_state_dict(dict(StoredTensors(folder, "model")), assign=True)
         model.generation_config.suppress_tokens = [*range(tokenizer.vocab_size, model_config.vocab_size)] or None
         return model.to(device).eval()
-
-
-def _real_tokens(tokens_BT: Tensor, mask: Tensor, columns: int) -> Tensor:
-    """Whether each token is not padding, [B, T]. The mask also covers the `columns` before these."""
-    rows, tokens = tokens_BT.shape
-    if mask.shape != (rows, columns + tokens):
-        raise ValueError(f"attention_mask must be {[rows, columns + tokens]}, got {list(mask.shape)}")
-    return mask[:, columns:] != 0

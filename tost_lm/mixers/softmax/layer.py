@@ -113,14 +113,12 @@ class SoftmaxMixer(TokenMixer):
     ) -> tuple[Tensor, AttentionState | None]:
         """The output of all heads, [B, T, H·D], and the new state."""
         if self.is_tile(state, info):
-            y_BHTD, tiles = attend_tile(q, k, v, state, info)  # pyright: ignore[reportArgumentType]
-            return y_BHTD.transpose(1, 2).flatten(-2), tiles
-        assert not isinstance(state, SharedState)
-        if isinstance(state, KeyValueSlots):
-            y_BH1D = attend_one(q, *state, state.add(info.position, (k, v)))
-            return y_BH1D.transpose(1, 2).flatten(-2), state
-        y_BHTD, new_state = self.eager(_Attention(self.window, info), q, k, v, state)
-        return y_BHTD.transpose(1, 2).flatten(-2), new_state
+            y_BHTD, state = attend_tile(q, k, v, state, info)  # pyright: ignore[reportArgumentType]
+        elif isinstance(state, KeyValueSlots):
+            y_BHTD = attend_one(q, *state, state.add(info.position, (k, v)))
+        else:
+            y_BHTD, state = self.eager(_Attention(self.window, info), q, k, v, state)
+        return y_BHTD.transpose(1, 2).flatten(-2), state
 
     def heads_of(self, projected_BTE: Tensor, info: SequenceInfo) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each [B, H, T, D]; H may be fewer heads for keys and values."""
@@ -161,7 +159,8 @@ class _Attention:
         self, q: Tensor, k: Tensor, v: Tensor, state: KeyValueState | None
     ) -> tuple[Tensor, KeyValueState | None]:
         if self.info.shard is not None and not (self.window or state or self.info.output_state):
-            return attend_balanced(_attend_block, q, torch.cat([k, v], -1), self.info)[0], None
+            attend_block = lambda q, kv, info: _Attention(0, info)(q, *halves(kv), None)[0]
+            return attend_balanced(attend_block, q, torch.cat([k, v], -1), self.info)[0], None
         up_to_here, sequence = self._around(k, v)
         attend_all = self._attend_rows if self.info.cu_seqlens is None else self._attend_packed
         return attend_all(q, up_to_here, sequence, state)
@@ -242,10 +241,6 @@ class _Attention:
         if self.window and dropped > 0:
             return x_BHSD[:, :, dropped:].clone()
         return x_BHSD if x_BHSD.requires_grad else x_BHSD.contiguous()
-
-
-def _attend_block(q: Tensor, kv: Tensor, info: SequenceInfo) -> Tensor:
-    return _Attention(0, info)(q, *halves(kv), None)[0]
 
 
 def _right_aligned(rows: list[Tensor]) -> Tensor:

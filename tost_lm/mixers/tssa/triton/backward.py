@@ -6,6 +6,8 @@ forward in each to compute the first, then backward for the second. What the sec
 # ruff: noqa: RUF005  (Triton has no starred expressions)
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -14,24 +16,28 @@ from torch import Tensor
 from tost_lm.mixers.tssa.phases import Inputs, Stored, Sums
 from tost_lm.mixers.tssa.triton.common import (
     ENERGY_FLOOR,
+    MASS_FLOOR,
     RUN_TIME,
     STEP,
     TOKENS,
     heads_of_group,
+    in_stages,
     inverse_energies,
     launch,
     load_bias,
     load_sums,
-    one_kernel,
+    load_token,
     places_of_heads,
     places_of_step,
+    reciprocal,
     scoring_arguments,
     stack,
+    store_token,
     sum_of_thread,
     sums,
+    tokens_of_program,
 )
 from tost_lm.mixers.tssa.triton.forward import new_sums
-from tost_lm.ops.triton_tokens import MASS_FLOOR, chunk_and_part, load_token, reciprocal, store_token, tokens_of_chunk
 
 CHANNELS = tl.constexpr(2)
 """Channels of a thread in (b′) and (a′). With four their registers would not suffice."""
@@ -51,9 +57,7 @@ def output_backward_kernel(
     w_MHD, start_K, end_K, dy_MHD, pi_MH, weighted_KHD, mass_KH, d_weighted_KHD, d_mass_KH,
     H: tl.constexpr, D: tl.constexpr, G_: tl.constexpr, D_: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    k, g = chunk_and_part(tl.cdiv(H, G_))
-    start, tokens = tokens_of_chunk(k, start_K, end_K)
-    limit = None if FULL else tokens
+    k, g, start, tokens, limit = tokens_of_program(start_K, end_K, tl.cdiv(H, G_), FULL)
     h_G, real_G, d_GD, real_GD = heads_of_group(g, H, D, G_, D_)
     w_MHD += start * H * D
     dy_MHD += start * H * D
@@ -87,26 +91,20 @@ def memberships_backward(
     dy_MHD: Tensor, inputs: Inputs, stored: Stored, d_weighted_KHD: Tensor, d_mass_KH: Tensor
 ) -> tuple[Tensor, Tensor, Sums]:
     """(b′) The gradients of z, of temp and of S1. With a separate softmax, w is read before and after it."""
-    d_energy_KHD, layout, softmax, pi_MH = new_sums(inputs), inputs.layout, inputs.softmax, stored.pi_MH
+    d_energy_KHD, softmax = new_sums(inputs), inputs.softmax
     d_temp_KH = torch.empty_like(d_energy_KHD[..., 0])
 
-    def run(stage: str, d_z_MH: Tensor) -> Tensor:
+    def run(stage: str, d_z_MH: Tensor) -> None:
         launch(
             memberships_backward_kernel, inputs,
             dy_MHD, *stored, d_weighted_KHD, d_mass_KH,
             d_z_MH, d_temp_KH, d_energy_KHD,
             **scoring_arguments(inputs), STAGE=stage, channels=CHANNELS.value,
-            all_heads=stage in ("all", "softmax"),
         )  # fmt: skip
-        return d_z_MH
 
-    d_z_MH = torch.empty_like(pi_MH)
-    if softmax is not None:
-        d_z_MH = run("scores", softmax.backward(pi_MH, run("memberships", d_z_MH)).contiguous())
-    else:
-        for stage in ("all",) if one_kernel(layout) else ("memberships", "softmax", "scores"):
-            run(stage, d_z_MH)
-    return d_z_MH, d_temp_KH.sum(0), sums(d_energy_KHD, layout, reverse=True)
+    given = softmax and partial(softmax.backward, stored.pi_MH)
+    d_z_MH = in_stages(run, ("memberships", "softmax", "scores"), inputs, given)
+    return d_z_MH, d_temp_KH.sum(0), sums(d_energy_KHD, inputs.layout, reverse=True)
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
@@ -120,9 +118,7 @@ def memberships_backward_kernel(
     """`GROUPS` groups of heads of a chunk. `d_z_MH` first holds the gradient of Π, then that of z: stage "memberships"
     ends before the softmax, "scores" starts after it, "softmax" has all heads and computes it alone, "all" computes all
     three."""
-    k, part = chunk_and_part(tl.cdiv(H, G_) // GROUPS)
-    start, tokens = tokens_of_chunk(k, start_K, end_K)
-    limit = None if FULL else tokens
+    k, part, start, tokens, limit = tokens_of_program(start_K, end_K, tl.cdiv(H, G_) // GROUPS, FULL)
     w_THD, dy_THD = w_MHD + start * H * D, dy_MHD + start * H * D
     pi_TH, d_z_TH = pi_MH + start * H, d_z_MH + start * H
     if STAGE == "memberships" or STAGE == "all":
@@ -241,9 +237,7 @@ def energy_backward_kernel(
     """A token's own term through S1 is combined with that of w²/S1: u·(S1 − w²)/S1², with S1 − w² = S1 before the
     token. R1 sums later tokens only. (u/S1 plus a sum with the own term −u·w²/S1² is equal, but cancels near a
     document's first tokens.) As dw is 2·w times the gradient of w², R1, R2 and u are doubled here."""
-    k, g = chunk_and_part(tl.cdiv(H, G_))
-    start, tokens = tokens_of_chunk(k, start_K, end_K)
-    limit = None if FULL else tokens
+    k, g, start, tokens, limit = tokens_of_program(start_K, end_K, tl.cdiv(H, G_), FULL)
     J: tl.constexpr = STEP if FULL else STEP // 2  # masks need registers
     w_THD, dy_THD, dw_THD = w_MHD + start * H * D, dy_MHD + start * H * D, dw_MHD + start * H * D
     pi_TH, d_z_TH = pi_MH + start * H, d_z_MH + start * H

@@ -7,27 +7,35 @@ padded (`H_`). Padding has w = 0, dy = 0 and Π = 0, and adds nothing to any sum
 only: a NaN never reaches an earlier token, as it would in a product with a triangular matrix.
 """
 
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from tost_lm.mixers.tssa import statistics
 from tost_lm.mixers.tssa.phases import Inputs, Sums
+from tost_lm.ops import precision
 from tost_lm.ops.layout import Layout
-from tost_lm.ops.triton_tokens import cdiv, next_power_of_2, reciprocal
 from tost_lm.sizes import TRITON_CHUNK_TOKENS
 
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportCallIssue=false
 
 
-ENERGY_FLOOR = tl.constexpr(statistics.ENERGY_FLOOR)
+ENERGY_FLOOR, MASS_FLOOR = tl.constexpr(statistics.ENERGY_FLOOR), tl.constexpr(precision.MASS_FLOOR)
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 TOKENS = tl.constexpr(TRITON_CHUNK_TOKENS)
 STEP = tl.constexpr(8)
 THREADS = 64
 """Threads of a program, unless one head needs more."""
+FEW_CHUNKS = 1024
+"""With fewer programs, a large GPU is partly idle."""
+cdiv, next_power_of_2 = cache(triton.cdiv), cache(triton.next_power_of_2)
+"""Triton's own take microseconds a call on the host, because kernels can call them too."""
 
 
 def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
@@ -35,20 +43,19 @@ def chunk_tokens(heads: int, channels: int, device: torch.device) -> int:
     return TOKENS.value
 
 
-def launch(
-    kernel: Any, inputs: Inputs, *tensors: Tensor, channels: int, all_heads: bool = False, **arguments: Any
-) -> None:
+def launch(kernel: Any, inputs: Inputs, *tensors: Tensor, channels: int, **arguments: Any) -> None:
     """Run `kernel` on w, the chunk boundaries, `tensors` (made contiguous) and `arguments` (passed unchanged).
 
-    A thread has `channels` channels of a token. A program has a group of heads of a chunk, or with `all_heads` all
-    groups, one after another. The launch shape depends on H and D alone: nothing is tuned or compiled for a length, but
-    where all chunks are full, kernels have no masks.
+    A thread has `channels` channels of a token. A program has a group of heads of a chunk, or in stages with a softmax
+    all groups, one after another. The launch shape depends on H and D alone: nothing is tuned or compiled for a length,
+    but where all chunks are full, kernels have no masks.
     """
     w_MHD, layout = inputs.w_MHD, inputs.layout
     M, H, D = w_MHD.shape
     D_ = max(16, next_power_of_2(D))
     G_ = min(next_power_of_2(H), max(1, THREADS * channels // D_))
     groups, chunks = cdiv(H, G_), layout.start_K.shape[0]
+    all_heads = arguments.get("STAGE") in ("all", "softmax")
     if all_heads:
         arguments["GROUPS"] = groups
     with torch.cuda.device_of(w_MHD):
@@ -80,18 +87,64 @@ def scoring_arguments(inputs: Inputs) -> dict[str, Any]:
 RUN_TIME = ["T", "stride_b", "stride_h", "stride_t"]
 """Integer arguments that must not cause a recompilation."""
 
-FEW_CHUNKS = 1024
-"""With fewer programs, a large GPU is partly idle."""
 
+def in_stages(
+    run: Callable[[str, Tensor], None],
+    stages: Sequence[str],
+    inputs: Inputs,
+    softmax: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Run the stages before, in and after the softmax over heads, or the first and last around a given one, on a tensor
+    [M, H], which is returned.
 
-def one_kernel(layout: Layout) -> bool:
-    """Whether one kernel loops over the heads of a chunk, before and after the softmax over them; else three kernels,
-    of which the first and last have a program for each group of heads.
-
-    One kernel needs many chunks to fill a GPU; its second read of w comes from the cache. With few chunks, the second
-    read of three kernels comes from the cache as well.
+    Stage "all" is one kernel that loops over the heads of a chunk. It needs many chunks to fill a GPU; its second read
+    of w comes from the cache. With few chunks, the second read of three kernels comes from the cache as well.
     """
-    return layout.start_K.shape[0] >= FEW_CHUNKS
+    x_MH = torch.empty(inputs.w_MHD.shape[:2], device=inputs.w_MHD.device)
+    if softmax is not None:
+        run(stages[0], x_MH)
+        x_MH = softmax(x_MH).contiguous()
+        run(stages[-1], x_MH)
+        return x_MH
+    for stage in stages if inputs.layout.start_K.shape[0] < FEW_CHUNKS else ("all",):
+        run(stage, x_MH)
+    return x_MH
+
+
+@triton.jit
+def tokens_of_program(start_K, end_K, PARTS: tl.constexpr, FULL: tl.constexpr):
+    """This program's chunk, int64, and its part of the chunk; the chunk's first token, int64, its number of tokens, and
+    the same as a limit of masks, but None where all chunks are full. Consecutive programs have the parts of one chunk,
+    so together they read whole tokens."""
+    k = (tl.program_id(0) // PARTS).to(tl.int64)
+    start = tl.load(start_K + k)
+    tokens = (tl.load(end_K + k) - start).to(tl.int32)
+    return k, tl.program_id(0) % PARTS, start, tokens, None if FULL else tokens
+
+
+@triton.jit
+def load_token(x, i, j: tl.constexpr, limit, real, STRIDE: tl.constexpr):
+    """Token i + j of the chunk, [G, D] or [G], in float32. `x` points to its first token."""
+    mask = real if limit is None else real & (i + j < limit)
+    return tl.load(x + i * STRIDE + j * STRIDE, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_token(x, value, i, j: tl.constexpr, limit, real, STRIDE: tl.constexpr):
+    mask = real if limit is None else real & (i + j < limit)
+    tl.store(x + i * STRIDE + j * STRIDE, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def reciprocal(x):
+    """1/x in one instruction, off by at most one unit in the last place (PTX ISA); 0 for x > 2^126."""
+    if INTERPRETED:
+        inverse = 1 / x
+    else:
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return inverse
 
 
 @triton.jit
@@ -156,9 +209,6 @@ def load_bias(i, limit, start, h_G, real_G, bias_BHT, T, stride_b, stride_h, str
     places_GJ = start // T * stride_b + h_G[:, None] * stride_h + ((start % T + t_J) * stride_t)[None, :]
     bias_GJ = tl.load(bias_BHT + places_GJ, mask=real_G[:, None] & real_tokens(t_J, limit)[None, :], other=0.0)
     return bias_GJ.to(tl.float32) * D
-
-
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 
 
 NARROW, WIDE = (128, 16, 4), (512, 8, 8)

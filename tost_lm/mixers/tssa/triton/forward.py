@@ -9,21 +9,25 @@ from torch import Tensor
 
 from tost_lm.mixers.tssa.phases import Inputs, Stored, Sums
 from tost_lm.mixers.tssa.triton.common import (
+    MASS_FLOOR,
     RUN_TIME,
     STEP,
     heads_of_group,
+    in_stages,
     inverse_energies,
     launch,
     load_bias,
     load_sums,
-    one_kernel,
+    load_token,
     places_of_heads,
     places_of_step,
+    reciprocal,
     scoring_arguments,
     stack,
+    store_token,
     sums,
+    tokens_of_program,
 )
-from tost_lm.ops.triton_tokens import MASS_FLOOR, chunk_and_part, load_token, reciprocal, store_token, tokens_of_chunk
 
 
 def energy(inputs: Inputs) -> Sums:
@@ -38,9 +42,7 @@ def energy_kernel(
     w_MHD, start_K, end_K, energy_KHD,
     H: tl.constexpr, D: tl.constexpr, G_: tl.constexpr, D_: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    k, g = chunk_and_part(tl.cdiv(H, G_))
-    start, tokens = tokens_of_chunk(k, start_K, end_K)
-    limit = None if FULL else tokens
+    k, g, start, tokens, limit = tokens_of_program(start_K, end_K, tl.cdiv(H, G_), FULL)
     _, _, d_GD, real_GD = heads_of_group(g, H, D, G_, D_)
     w_MHD += start * H * D
     energy_GD = tl.zeros((G_, D_), tl.float32)
@@ -53,23 +55,17 @@ def energy_kernel(
 
 def memberships(inputs: Inputs, energy_KHD: Tensor) -> tuple[Tensor, Sums, Sums]:
     """(b) Π, Σ Π·w² and Σ Π. With a separate softmax, w is read before and after it."""
-    weighted_KHD, layout, softmax = new_sums(inputs), inputs.layout, inputs.softmax
+    weighted_KHD, softmax = new_sums(inputs), inputs.softmax
     mass_KH = torch.empty_like(weighted_KHD[..., 0])
 
-    def run(stage: str, pi_MH: Tensor) -> Tensor:
+    def run(stage: str, pi_MH: Tensor) -> None:
         launch(
             memberships_kernel, inputs, energy_KHD, pi_MH, weighted_KHD, mass_KH,
-            **scoring_arguments(inputs), STAGE=stage, channels=4, all_heads=stage in ("all", "softmax"),
+            **scoring_arguments(inputs), STAGE=stage, channels=4,
         )  # fmt: skip
-        return pi_MH
 
-    pi_MH = torch.empty(inputs.w_MHD.shape[:2], device=inputs.w_MHD.device)
-    if softmax is not None:
-        pi_MH = run("moments", softmax.forward(run("scores", pi_MH)).contiguous())
-    else:
-        for stage in ("all",) if one_kernel(layout) else ("scores", "softmax", "moments"):
-            run(stage, pi_MH)
-    return pi_MH, sums(weighted_KHD, layout), sums(mass_KH, layout)
+    pi_MH = in_stages(run, ("scores", "softmax", "moments"), inputs, softmax and softmax.forward)
+    return pi_MH, sums(weighted_KHD, inputs.layout), sums(mass_KH, inputs.layout)
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
@@ -81,9 +77,7 @@ def memberships_kernel(
 ):  # fmt: skip
     """`GROUPS` groups of heads of a chunk. `pi_MH` first holds z, then Π: stage "scores" ends before the softmax,
     "moments" starts after it, "softmax" has all heads and computes it alone, "all" computes all three."""
-    k, part = chunk_and_part(tl.cdiv(H, G_) // GROUPS)
-    start, tokens = tokens_of_chunk(k, start_K, end_K)
-    limit = None if FULL else tokens
+    k, part, start, tokens, limit = tokens_of_program(start_K, end_K, tl.cdiv(H, G_) // GROUPS, FULL)
     w_MHD += start * H * D
     if STAGE == "scores" or STAGE == "all":
         for g in range(part * GROUPS, (part + 1) * GROUPS):
@@ -139,9 +133,7 @@ def output_kernel(
     H: tl.constexpr, D: tl.constexpr, G_: tl.constexpr, D_: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """y = −w·Π·N′/(N′ + S2), where N′ + S2 is one sum, of Π·(1 + w²)."""
-    k, g = chunk_and_part(tl.cdiv(H, G_))
-    start, tokens = tokens_of_chunk(k, start_K, end_K)
-    limit = None if FULL else tokens
+    k, g, start, tokens, limit = tokens_of_program(start_K, end_K, tl.cdiv(H, G_), FULL)
     h_G, real_G, d_GD, real_GD = heads_of_group(g, H, D, G_, D_)
     w_MHD += start * H * D
     y_MHD += start * H * D
