@@ -25,8 +25,8 @@ from tost_lm.data.tokenizers import Tokenizer
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.tasks.answers import Scores, model_scorer
 from tost_lm.tasks.haystacks import Text
-from tost_lm.tasks.needle import FORM, NAME, NeedleConfig
-from tost_lm.tasks.queries import AskedText, KeyedQueries, QuerySource
+from tost_lm.tasks.needle import FORM, NAME
+from tost_lm.tasks.queries import AskedText, HaystackConfig, KeyedQueries, QuerySource
 
 ONCE, WHOLE = "each text once", "each prompt whole"
 
@@ -99,7 +99,7 @@ def needle(device: str, model: dict[str, Any], length: int, texts: int, rounds: 
     torch.manual_seed(0)
     own = {**model, "max_positions": max(length, model.get("max_positions", 0))}
     lm, tokenizer = TostLM(validate(ModelConfig, own, "benchmarks.needle")).to(device).eval(), Bytes(b"")
-    source = QuerySource(NeedleConfig(samples=texts), tokenizer, lambda: Text.embedded(tokenizer))
+    source = QuerySource("needle", HaystackConfig(samples=texts), tokenizer, lambda: Text.embedded(tokenizer))
     queries, score = KeyedQueries(NAME, source, FORM), model_scorer(lm, tokenizer.vocab_size)
     asked = [queries.asked(length, sample) for sample in range(texts)]
     questions = [[AskedText(one.context, (one.asked[i],)) for one in asked] for i in range(len(asked[0].asked))]

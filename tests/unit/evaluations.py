@@ -35,7 +35,8 @@ def make_queries(name: str, tokenizer: Tokenizer, find_text: Callable[[], Text],
     family, task = find_task(name)
     assert isinstance(task, GridTask)
     assert family.settings
-    return task.make(name, QuerySource(validate(family.settings, settings, family.name), tokenizer, find_text))
+    own = validate(family.settings, settings, family.name)
+    return task.make(name, QuerySource(family.name, own, tokenizer, find_text))
 
 
 def scored(name: str) -> ScoredTask:

@@ -86,6 +86,8 @@ class Corpora:
         self.shards = [one for one, _ in pairs]
         self.weights = [weight for _, weight in pairs]
         """Fraction of the samples of each corpus; they sum to 1."""
+        self.vocab_size, self.eot = shards[0].vocab_size, shards[0].eot
+        """Of the tokenizer."""
 
     @classmethod
     def open(cls, weights: Mapping[Path, float]) -> "Corpora":
@@ -107,16 +109,6 @@ class Corpora:
             StageSource(str(one.folder), one.fingerprint, weight, sum(map(len, one.token_arrays("train"))))
             for one, weight in zip(self.shards, self.weights, strict=True)
         )
-
-    @property
-    def vocab_size(self) -> int:
-        """Vocabulary size of the tokenizer."""
-        return self.shards[0].vocab_size
-
-    @property
-    def eot(self) -> int:
-        """The end-of-text id of the tokenizer."""
-        return self.shards[0].eot
 
     def context_shares(self, seq_len: int, packing: Packing, sizes: Sequence[int]) -> list[float]:
         """`context_shares` of the training labels. Raises DataError for a damaged .idx file."""

@@ -29,8 +29,8 @@ TEST_WORDS = (
 WORD = re.compile(r"[^\W\d_]{3,10}")
 LINE_CHARACTERS = 100
 """Longer lines are cut."""
-BEGINNING, SECRETS, MENTIONS = (1, 4), (2, 6), (3, 6)
-"""Fewest and most words of the beginning, secrets of a passage, and mentions of each."""
+LINES, BEGINNING, SECRETS, MENTIONS = (1, 4), (1, 4), (2, 6), (3, 6)
+"""Fewest and most lines of text and words of the beginning, secrets of a passage, and mentions of each."""
 
 
 def passages(texts: Sequence[Sequence[str]], config: PassagesConfig) -> Iterator[str]:
@@ -54,7 +54,7 @@ def passages(texts: Sequence[Sequence[str]], config: PassagesConfig) -> Iterator
 
     for number in range(config.count):
         draws = np.random.default_rng((config.seed, number))
-        (text, words), wanted = usable[int(draws.integers(len(usable)))], _between(config.lines, draws)
+        (text, words), wanted = usable[int(draws.integers(len(usable)))], _between(LINES, draws)
         start = int(draws.integers(max(1, len(text) - wanted)))
         lines = [line[:LINE_CHARACTERS] for line in text[start : start + wanted]]
         placed = [((n + 0.5) / len(lines), line) for n, line in enumerate(lines)]

@@ -116,17 +116,8 @@ class PassagesConfig(Section):
     """The text between the secrets, as corpus.source."""
     count: int = Field(default=20_000, gt=0)
     """Number of passages."""
-    lines: tuple[int, int] = (1, 4)
-    """Fewest and most lines of text in a passage, beside those of its secrets."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Random seed of the passages."""
-
-    @field_validator("lines")
-    @classmethod
-    def _check_lines(cls, lines: tuple[int, int]) -> tuple[int, int]:
-        if not 1 <= lines[0] <= lines[1]:
-            raise ValueError(f"passages.lines: {list(lines)} is no range; give the fewest and the most lines")
-        return lines
 
 
 class DataPrepConfig(Section):

@@ -81,14 +81,6 @@ class SplitEntry(Section):
     shards: list[ShardEntry]
 
 
-class SplitsEntry(Section):
-    """The three splits; all but train may be empty."""
-
-    train: SplitEntry
-    valid: SplitEntry
-    test: SplitEntry
-
-
 class RowsEntry(Section):
     """Numbers of rows: read from the corpus; unreadable (`bad`); excluded by their length (`left_out`)."""
 
@@ -118,7 +110,8 @@ class Manifest(Section):
     tokenizer: TokenizerEntry
     dtype: Literal["uint16", "int32"]
     rows: RowsEntry
-    splits: SplitsEntry
+    splits: dict[Literal["train", "valid", "test"], SplitEntry] = Field(min_length=len(SPLITS))
+    """All but train may be empty."""
 
 
 def _build_command(folder: Path) -> str:

@@ -25,7 +25,7 @@ from tost_lm.data.shard_format import (
 )
 from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
 from tost_lm.errors import DataError
-from tost_lm.files import regular_file, sha256_bytes, sha256_file
+from tost_lm.files import read_rows, regular_file, sha256_bytes, sha256_file
 from tost_lm.remote import (
     FETCHED_AT_ONCE,
     RemoteBlock,
@@ -164,8 +164,7 @@ class Shards:
 
     def bad_rows(self) -> list[dict[str, str]]:
         """The first unreadable rows: `where` and `reason` of each."""
-        path = self._files / BAD_ROWS
-        return [json.loads(line) for line in regular_file(path).read_text().splitlines()] if path.is_file() else []
+        return read_rows(self._files / BAD_ROWS)
 
     def document_lengths(self, entry: dict[str, Any]) -> "np.ndarray":
         """As `lengths`, of one shard, int32 [documents]."""

@@ -65,10 +65,6 @@ SHARD_FILES = (".bin", ".idx", f".{LOSS_MASK}")
 BAD_ROWS_KEPT = 100
 
 
-class BusyError(DataError):
-    """Another process builds the folder."""
-
-
 @dataclass
 class Journal:
     """The position to resume from, and the counts of rows so far."""
@@ -235,7 +231,10 @@ def _build(
         totals = [sum(writer.total(what) for writer in writers.values()) for what in ("documents", "bytes", "tokens")]
         return BuildProgress(totals[0], totals[1], totals[2], fraction_read)
 
-    report(progress(0.0 if journal.position is None else None))
+    begin = progress(0.0 if journal.position is None else None)
+    if begin.documents:
+        print(f"resuming after {begin.documents:,} documents, {begin.tokens:,} tokens", flush=True)
+    report(begin)
     committed = time.monotonic()
     try:
         read = encoded_blocks(
@@ -338,7 +337,7 @@ def _locked(folder: Path) -> Iterator[None]:
         except OSError:
             alone = True  # a file system without locks
         if not alone:
-            raise BusyError(f"shards.folder {folder}: another process is building it; wait for that process or stop it")
+            raise DataError(f"shards.folder {folder}: another process is building it; wait for that process or stop it")
         yield
         path.unlink()
 

@@ -16,24 +16,6 @@ from tost_lm.errors import DataError
 from tost_lm.progress import ProgressBar
 
 
-class BuildReport:
-    """Prints the progress of a build, and where it resumes."""
-
-    def __init__(self, bar: ProgressBar) -> None:
-        self._bar = bar
-        self._first: BuildProgress | None = None
-        self._started = time.monotonic()
-
-    def __call__(self, now: BuildProgress) -> None:
-        if self._first is None:
-            self._first, self._started = now, time.monotonic()
-            if now.documents:
-                print(f"resuming after {now.documents:,} documents, {now.tokens:,} tokens", flush=True)
-        rate = (now.tokens - self._first.tokens) / max(time.monotonic() - self._started, 1e-3)
-        total = round(now.bytes / now.fraction_read) if now.fraction_read else None
-        self._bar(now.bytes, total, f"{rate:,.0f} tokens/s, {now.documents:,} documents")
-
-
 def make_shards(config: DataPrepConfig, partitions: Callable[[], Sequence[Shards]] = list) -> None:
     """Build the shards of `config`, or link those of `partitions`, and print what was done.
 
@@ -63,7 +45,12 @@ def make_shards(config: DataPrepConfig, partitions: Callable[[], Sequence[Shards
         if chosen:
             print(chosen, flush=True)
     with ProgressBar("tokenizing", "B") as bar:
-        manifest = build_shards(config, tokenizer, BuildReport(bar), finished)
+
+        def report(now: BuildProgress) -> None:
+            total = round(now.bytes / now.fraction_read) if now.fraction_read else None
+            bar(now.bytes, total, f"{now.documents:,} documents, {now.tokens:,} tokens")
+
+        manifest = build_shards(config, tokenizer, report, finished)
     for split in SPLITS:
         entry = manifest["splits"][split]
         if entry["documents"]:

@@ -25,12 +25,6 @@ PEOPLE = (
 )  # fmt: skip
 
 
-class AssociationConfig(HaystackConfig):
-    """Task `association@landmarks`."""
-
-    section = "association"
-
-
 FORM = Form(
     tuple(LANDMARKS),
     PEOPLE,
@@ -48,6 +42,6 @@ FAMILY = Family(
             "choice_accuracy",
         )
     ],
-    AssociationConfig,
+    HaystackConfig,
     section,
 )

@@ -63,7 +63,8 @@ class GridTask(Task):
     def open(self, inputs: Inputs, family: Family) -> Measurement:
         settings = family.settings_in(inputs.config)
         queries = self.make(
-            self.name, QuerySource(settings, inputs.lossless_tokenizer, partial(find_text, settings, inputs))
+            self.name,
+            QuerySource(family.name, settings, inputs.lossless_tokenizer, partial(find_text, settings, inputs)),
         )
         text = queries.text
 
@@ -72,7 +73,7 @@ class GridTask(Task):
                 low, high = wilson(0.5, settings.samples)
                 inputs.notes[
                     f"warning: with {settings.samples} texts of a length, the 95 % interval of an accuracy is up to "
-                    f"{low:.0%} to {high:.0%}; raise {settings.section}.samples"
+                    f"{low:.0%} to {high:.0%}; raise {family.name}.samples"
                 ] = None
             return partial(self._measure, queries, queries.lengths(model))
 

@@ -10,12 +10,6 @@ from tost_lm.tasks.task import Family
 NAME = "needle@keys"
 
 
-class NeedleConfig(HaystackConfig):
-    """Task `needle@keys`."""
-
-    section = "needle"
-
-
 def stated(name: str) -> str:
     """The beginning of the sentence, which the word follows."""
     return f"In secret they named {name}"
@@ -36,6 +30,6 @@ FAMILY = Family(
             column=("needle choice accuracy", ".1%"),
         )
     ],
-    NeedleConfig,
+    HaystackConfig,
     section,
 )

@@ -100,15 +100,12 @@ class StridedWikitext(RunningText):
         found = re.fullmatch(rf"{self.data_set.name}@hf-stride([1-9]\d*)", name)
         return StridedWikitext(self.data_set, int(found[1])) if found else None
 
-    def check_window(self, window: int) -> None:
+    def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
         if self.stride > window:
             raise DataError(
                 f"{self.name}: the stride is longer than a window of {window} tokens, so tokens would be left out; "
                 "choose a smaller stride"
             )
-
-    def examples(self, path: Path, tokenizer: Tokenizer, window: int) -> Sequence[Example]:
-        self.check_window(window)
         text = "\n\n".join(wikitext_rows(path))
         return windows_of(strided_windows(tokenizer.encode_array(text), window, self.stride), len(text.split()), text)
 

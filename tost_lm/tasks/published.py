@@ -1,11 +1,11 @@
 """Published results, and tables of models beside them: which of the results are comparable."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tost_lm.errors import ConfigError
+from tost_lm.files import read_rows
 from tost_lm.inference.effective_length import ACCURACIES, accuracy_of, effective_lengths
 from tost_lm.inference.evaluated import differing, read_result_file
 from tost_lm.intervals import paired
@@ -141,7 +141,8 @@ def _section(task: str, found: Mapping[Path, dict[str, dict[str, Any]]]) -> Iter
             result, checkpoint = format_result(measure, results["model"]), results["identity"]["checkpoint"]
             verdict, difference = models_comparable(first, results), "–"
             if verdict == "yes" and home != first_home:
-                difference = _difference(measure, *(_rows(_home(one) / "eval" / task) for one in (home, first_home)))
+                files = (_home(one) / "eval" / task / "rows.jsonl" for one in (home, first_home))
+                difference = _difference(measure, *map(read_rows, files))
             rows.append((str(home), measure, result, difference, checkpoint, verdict))
         for row in published:
             if row.measure != measure:
@@ -195,12 +196,6 @@ def _texts(folder: Path, length: int, key: str) -> list[dict[str, Any]]:
     stored = read_result_file(length_file(folder, length)) or {"examples": []}
     asked = [row for row in stored["examples"] if row["condition"] == "needle"]
     return [{key: score} for score in of_texts(asked, key)]
-
-
-def _rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a test set's examples; empty without the file."""
-    path = folder / "rows.jsonl"
-    return list(map(json.loads, path.read_text().splitlines())) if path.is_file() else []
 
 
 def _difference(measure: str, own: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import AfterValidator, Field, PositiveInt
@@ -68,8 +68,6 @@ MOST_KEYS = 8
 class GridConfig(Section):
     """Settings of tasks that have lengths."""
 
-    section: ClassVar[str]
-    """Its name, for errors."""
     lengths: Annotated[list[PositiveInt], IN_ORDER] = Field(default_factory=list)
     """Tokens of text, question and answer together; empty: a quarter, half and all of model.context_length."""
     samples: int = Field(default=8, gt=0)
@@ -101,6 +99,8 @@ class HaystackConfig(KeysConfig):
 class QuerySource(NamedTuple):
     """What queries are made from."""
 
+    section: str
+    """Name of the settings, for errors."""
     settings: Any
     """A GridConfig."""
     tokenizer: Tokenizer
@@ -130,7 +130,7 @@ class Queries(ABC):
 
     def __init__(self, name: str, source: QuerySource):
         """Raises TostError if there is no text for them."""
-        self.name, self.tokenizer, self.settings = name, source.tokenizer, source.settings
+        self.name, self.tokenizer, self.settings, self.section = name, source.tokenizer, source.settings, source.section
 
     @abstractmethod
     def asked(self, length: int, sample: int) -> AskedText:
@@ -153,12 +153,10 @@ class Queries(ABC):
         chosen = settings.lengths or [length for length in quarters if length > self.needed] or quarters[-1:]
         for length in chosen:
             if limit is not None and length > limit:
-                raise ConfigError(
-                    f"{settings.section}.lengths: {length} exceeds the model's positions ({limit}); lower it"
-                )
+                raise ConfigError(f"{self.section}.lengths: {length} exceeds the model's positions ({limit}); lower it")
             if length <= self.needed:
                 raise ConfigError(
-                    f"{settings.section}.lengths: {length} tokens are too few for {self.name}, whose texts without a "
+                    f"{self.section}.lengths: {length} tokens are too few for {self.name}, whose texts without a "
                     f"haystack take {self.needed}; raise it"
                 )
             if self.text:

@@ -13,12 +13,6 @@ KEYS = tuple("-".join(pair) for pair in zip(ADJECTIVES[:112:7], NOUNS[::10], str
 NUMBERS = tuple(str(1_000_003 + 548_699 * n) for n in range(16))
 
 
-class RecordsConfig(KeysConfig):
-    """Task `records@numbers`."""
-
-    section = "records"
-
-
 FORM = Form(
     KEYS,
     NUMBERS,
@@ -37,6 +31,6 @@ FAMILY = Family(
             "choice_accuracy",
         )
     ],
-    RecordsConfig,
+    KeysConfig,
     section,
 )

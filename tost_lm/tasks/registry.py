@@ -51,13 +51,8 @@ def all_tasks() -> list[Task]:
     return [task for family in FAMILIES.values() for task in family.tasks]
 
 
-def find_task(name: str, more: Mapping[str, Family] | None = None) -> tuple[Family, Task]:
-    """The task of a name, with its family. Raises ConfigError with all names if there is none.
-
-    Args:
-        more: further families by name.
-    """
-    families = {**FAMILIES, **(more or {})}
+def find_task(name: str, families: Mapping[str, Family] = FAMILIES) -> tuple[Family, Task]:
+    """The task of a name, with its family. Raises ConfigError with all names if there is none."""
     for family in families.values():
         for task in family.tasks:
             if found := task.named(name):
@@ -68,11 +63,11 @@ def find_task(name: str, more: Mapping[str, Family] | None = None) -> tuple[Fami
     raise ConfigError(f"{name!r} is not a task{did_you_mean(name, known)}; choose from {shown}")
 
 
-def find_tasks(names: Sequence[str], more: Mapping[str, Family] | None = None) -> list[tuple[Family, Task]]:
+def find_tasks(names: Sequence[str], families: Mapping[str, Family] = FAMILIES) -> list[tuple[Family, Task]]:
     """The tasks that names of tasks, families and groups stand for, each once. Raises ConfigError as `find_task`."""
     found: dict[str, tuple[Family, Task]] = {}
     for name in names:
-        family = (more or {}).get(name) or FAMILIES.get(name)
+        family = families.get(name)
         own = [task.name for task in family.tasks] if family else GROUPS.get(name, (name,))
-        found |= {one: find_task(one, more) for one in own}
+        found |= {one: find_task(one, families) for one in own}
     return list(found.values())

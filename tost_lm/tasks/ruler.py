@@ -26,7 +26,6 @@ RANDOM_SEED, NUMPY_SEED = 0, 1234
 class RulerConfig(GridConfig):
     """The tasks of RULER."""
 
-    section = "ruler"
     tokenizer: str = ""
     """Tokenizer of the Hugging Face library that sizes the texts, a name or folder, as `tokenizer` of tost lm-eval."""
 

@@ -103,11 +103,9 @@ class ScoredTask(LikelihoodTask):
         """All examples of a file, for a model that reads at most `window` tokens at once.
 
         Raises:
-            DataError: the file has a different format; names the file, and the line if there are lines.
+            DataError: the file has a different format, or the task cannot use such windows; names the file, and the
+                line if there are lines.
         """
-
-    def check_window(self, window: int) -> None:
-        """Raises DataError if the task cannot use a window of this length."""
 
     def find_file(self, given: Mapping[str, Path], section: str = "sets") -> SetFile:
         """The file of its test set, as in `DataSet.find_file`."""
@@ -120,9 +118,7 @@ class ScoredTask(LikelihoodTask):
         }  # fmt: skip
 
         def prepare(model: "ModelFacts") -> Measure:
-            window = window_of(model, settings)
-            self.check_window(window)
-            examples = self.examples(file.path, inputs.lossless_tokenizer, window)
+            examples = self.examples(file.path, inputs.lossless_tokenizer, window_of(model, settings))
             facts = {
                 "by_token": self.by_token,
                 "tokenizer_is_gpt2s": is_gpt2_tokenizer(inputs.lossless_tokenizer),

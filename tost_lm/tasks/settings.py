@@ -51,7 +51,7 @@ class _Shared(Section):
 
 def tasks_of(config: Any) -> list[tuple[Family, Task]]:
     """The tasks of the settings. Raises ConfigError for an unknown name."""
-    return find_tasks(config.tasks, described(config.documents))
+    return find_tasks(config.tasks, {**FAMILIES, **described(config.documents)})
 
 
 _SECTIONS: dict[str, Any] = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tost_lm.data.passages import BEGINNING, LINE_CHARACTERS, MENTIONS, SECRETS, TEST_NAMES, TEST_WORDS, passages
+from tost_lm.data.passages import BEGINNING, LINE_CHARACTERS, LINES, MENTIONS, SECRETS, TEST_NAMES, TEST_WORDS, passages
 from tost_lm.data.settings import PassagesConfig
 from tost_lm.errors import DataError
 
@@ -26,7 +26,7 @@ def secrets(passage: str) -> list[tuple[str, str, str]]:
 def test_secrets_are_stated_several_times_between_lines_of_one_text():
     places, beginnings = [], set[str]()
     of_text = {"line", "text", *("x" * n for n in range(3, 11))}
-    for passage in drawn(lines=(5, 9)):
+    for passage in drawn():
         words, mentions, lines = defaultdict(set), defaultdict(int), passage.split("\n")
         ((beginning,),) = [{beginning for beginning, _, _ in secrets(passage)}]
         for _, key, word in secrets(passage):
@@ -40,7 +40,7 @@ def test_secrets_are_stated_several_times_between_lines_of_one_text():
         assert all(MENTIONS[0] <= number <= MENTIONS[1] for number in mentions.values())
         places += [n / len(lines) for n, line in enumerate(lines) if line.endswith(".")]
         text = [line for line in lines if not line.endswith(".")]
-        assert 5 <= len(text) <= 9
+        assert LINES[0] <= len(text) <= LINES[1]
         cut = [line[:LINE_CHARACTERS] for line in TEXTS[int(text[0].split()[4])]]
         first = cut.index(text[0])
         assert cut[first : first + len(text)] == text

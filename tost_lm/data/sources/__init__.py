@@ -31,6 +31,7 @@ from tost_lm.data.sources.blocks import (
     Source,
     SourceBlock,
     parse,
+    row_blocks,
 )
 from tost_lm.data.sources.chats import CHAT_FILES, Chats
 from tost_lm.data.sources.files import CorpusFile, corpus_files, format_of, left_out_files, token_files
@@ -82,7 +83,7 @@ def read_blocks(
         block = next(blocks, None)
         while block is not None:
             following = next(blocks, None)
-            first_row, first_line = row, line + (source.kind != "arrow")
+            first_row, first_line = row, line + (source.kind != "rows")
             row, line = row + block.rows, line + block.lines
             end, consumed = Position(file, block.offset, row, line), block.consumed
             if following is None:
@@ -131,7 +132,8 @@ def fingerprint(corpus: CorpusConfig) -> str:
 def _sources(corpus: CorpusConfig) -> list[Source]:
     if corpus.source == "embedded":
         rows = [json.dumps({corpus.text_field: text}).encode() for text in embedded_texts()]
-        return [Source("lines", partial(_blocks_of_rows, rows), "embedded", len(rows))]
+        blocks = lambda first, size: row_blocks("embedded", iter(rows[first:]), first, size, lambda row: row)
+        return [Source("lines", blocks, "embedded", len(rows))]
     return [_file_source(file, corpus) for file in corpus_files(corpus.source)]
 
 
@@ -140,15 +142,6 @@ def _file_source(file: CorpusFile, corpus: CorpusConfig) -> Source:
     assert form is not None  # corpus_files refuses others
     blocks = partial(form.blocks, file.path, file.size, corpus)
     return Source(form.kind, blocks, printable(str(file.path)), file.size)
-
-
-def _blocks_of_rows(rows: list[bytes], first: int, block_bytes: int) -> Iterator[SourceBlock]:
-    """Blocks of JSON lines from single rows, from row `first`."""
-    while first < len(rows):
-        sizes = accumulate(len(row) + 1 for row in rows[first:])
-        count = next((n for n, size in enumerate(sizes, start=1) if size >= block_bytes), len(rows) - first)
-        lines, first = rows[first : first + count], first + count
-        yield SourceBlock(b"\n".join(lines), count, count, first, first)
 
 
 def _read(source: Source, offset: int, block_bytes: int) -> Iterator[SourceBlock]:
@@ -218,7 +211,6 @@ class Splitter:
 
         Raises:
             ConfigError: too few rows for split `nanogpt`.
-            DataError: split `nanogpt` without the package datasets.
         """
         self._valid_rows: frozenset[int] | None = None
         if corpus.split == "nanogpt":
@@ -239,15 +231,8 @@ class Splitter:
 
 
 def _nanogpt_rows(rows: int) -> frozenset[int]:
-    """The validation rows of nanoGPT, drawn by `datasets.Dataset.train_test_split` as nanoGPT calls it."""
+    """The validation rows of nanoGPT, as `train_test_split` of the package datasets draws them."""
     if rows < 2:
         raise ConfigError(f"corpus.split nanogpt: too few rows to divide: {rows}; set corpus.split=hash")
-    try:
-        import datasets
-    except ImportError:
-        raise DataError("corpus.split nanogpt: needs the package datasets: pip install datasets") from None
-    import pyarrow
-
-    numbers = datasets.Dataset(pyarrow.table({"row": np.arange(rows)}), fingerprint=f"rows-{rows}")
-    sides = numbers.train_test_split(test_size=NANOGPT_FRACTION, seed=NANOGPT_SEED, shuffle=True, keep_in_memory=True)
-    return frozenset(sides["test"]["row"])
+    drawn = np.random.default_rng(NANOGPT_SEED).permutation(rows)
+    return frozenset(drawn[: math.ceil(NANOGPT_FRACTION * rows)].tolist())

@@ -14,9 +14,9 @@ from tost_lm.inference.ranks import Ranks
 from tost_lm.tasks.answers import Scores
 from tost_lm.tasks.grid import measure_missing
 from tost_lm.tasks.haystacks import Text
-from tost_lm.tasks.needle import FORM, NeedleConfig
+from tost_lm.tasks.needle import FORM
 from tost_lm.tasks.needle import NAME as NEEDLE
-from tost_lm.tasks.queries import AskedText, KeyedQueries, Queries, QuerySource
+from tost_lm.tasks.queries import AskedText, HaystackConfig, KeyedQueries, Queries, QuerySource
 from tost_lm.tasks.task import Place, Row
 
 LENGTHS = [300, 350]
@@ -54,9 +54,9 @@ class Measured(NamedTuple):
 def make_grid(run_folder: Path, tokenizer):
     def make(lengths: Sequence[int] = LENGTHS, depths: Sequence[float] = (0.0, 0.5), **settings: Any) -> Measured:
         tree = {"lengths": lengths, "samples": 2, "depths": depths, **settings}
-        config, evaluated = validate(NeedleConfig, tree, "test"), EvaluatedCheckpoint.find(run_folder)
+        config, evaluated = validate(HaystackConfig, tree, "test"), EvaluatedCheckpoint.find(run_folder)
         text = Text.of_shards(evaluated.open_shards(""), tokenizer)
-        queries = KeyedQueries(NEEDLE, QuerySource(config, tokenizer, lambda: text), FORM)
+        queries = KeyedQueries(NEEDLE, QuerySource("needle", config, tokenizer, lambda: text), FORM)
         identity = evaluated.identity(None, text.shards) | {"settings": queries.identity}
         return Measured(queries, Place(run_folder / "eval" / NEEDLE, identity))
 

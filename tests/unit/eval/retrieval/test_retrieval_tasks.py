@@ -16,8 +16,7 @@ from tost_lm.tasks.association import FORM as ASSOCIATION
 from tost_lm.tasks.grid import find_text
 from tost_lm.tasks.haystacks import PAIRS, SENTENCE_ENDS, Text, records_haystack
 from tost_lm.tasks.needle import NAME as NEEDLE
-from tost_lm.tasks.needle import NeedleConfig
-from tost_lm.tasks.queries import AskedText, KeyedQueries
+from tost_lm.tasks.queries import AskedText, HaystackConfig, KeyedQueries
 from tost_lm.tasks.registry import find_tasks
 from tost_lm.tasks.task import Inputs
 
@@ -97,7 +96,7 @@ def test_with_few_depths_more_keys_are_in_the_text(make_task, tokenizer):
     assert (task.chance, len(text.questions), len(text.controls)) == (1 / 4, 1, 1)
     assert tokenizer.decode(text.context.tolist()).count("In secret they named") == 4
     with pytest.raises(ConfigError, match=r"depths: .* at most 8 "):
-        validate(NeedleConfig, {"depths": [n / 10 for n in range(9)]}, "needle")
+        validate(HaystackConfig, {"depths": [n / 10 for n in range(9)]}, "needle")
 
 
 def test_a_question_about_landmarks_shares_no_word_with_its_needle():
@@ -165,7 +164,7 @@ def test_groups_of_tasks_have_a_name():
 def test_the_text_is_a_file_the_held_out_documents_or_pythons_documentation(tokenizer, shards, tmp_path):
     def text(haystack: Path | None, has_shards: bool = True) -> Text:
         inputs = Inputs(None, tokenizer, lambda: shards, has_shards, "the model")
-        return find_text(NeedleConfig(haystack=haystack), inputs)
+        return find_text(HaystackConfig(haystack=haystack), inputs)
 
     file = tmp_path / "book.txt"
     file.write_text("A line of the book.\n" * 100)
