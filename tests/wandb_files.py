@@ -20,11 +20,6 @@ def history(path: Path) -> list[Any]:
     return [record.history for record in _records(path.read_bytes()) if record.HasField("history")]
 
 
-def run_of(path: Path) -> Any:
-    """The first record of the run in an offline file, a wandb RunRecord."""
-    return next(record.run for record in _records(path.read_bytes()) if record.HasField("run"))
-
-
 def _records(data: bytes) -> Iterator[Any]:
     at, fragments = HEADER_BYTES, b""
     while True:

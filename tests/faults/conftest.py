@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launches import train
@@ -55,30 +54,16 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_drawn(folder: Path) -> None:
+    """Write folder/shards."""
     draws = random.Random(0)
     words = ["".join(draws.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(300)]
     texts = [" ".join(draws.choices(words, k=200)) for _ in range(60)]
     for number, text in enumerate(texts):
         (folder / f"{number:02d}.txt").write_text(text)
-    corpus = {"source": str(folder / "*.txt"), "valid_fraction": 0.1}
-    build(folder, corpus, {"vocab_size": 384}, {"shard_tokens": 500})
-
-
-@pytest.fixture(scope="session")
-def embedded_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tokens of short texts of the embedded corpus, by the demo's vocabulary."""
-    folder = tmp_path_factory.mktemp("embedded")
-    corpus = {"source": "embedded", "max_characters": 20000, "valid_fraction": 0.2}
-    build(folder, corpus, {"vocab_size": 2048, "sample_bytes": 500000}, {})
-    return folder / "shards"
-
-
-def build(folder: Path, corpus: dict[str, Any], tokenizer: dict[str, Any], shards: dict[str, Any]) -> None:
-    """Write folder/shards."""
     tree = {
-        "corpus": corpus,
-        "tokenizer": {"path": str(folder / "tokenizer.model"), **tokenizer},
-        "shards": {"folder": str(folder / "shards"), "workers": 1, **shards},
+        "corpus": {"source": str(folder / "*.txt"), "valid_fraction": 0.1},
+        "tokenizer": {"path": str(folder / "tokenizer.model"), "vocab_size": 384},
+        "shards": {"folder": str(folder / "shards"), "workers": 1, "shard_tokens": 500},
     }
     config = validate(DataPrepConfig, tree, "test")
     with contextlib.redirect_stdout(io.StringIO()):

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import checkpointed_training
 import pytest
 from launches import Launch, launch, train
 from test_stopped_runs import assert_same_run, saved_steps
@@ -24,13 +25,8 @@ DISK_BYTES = 4 << 20
 @pytest.fixture
 def small_disk(workplace: Path) -> Iterator[Path]:
     """The folder of runs, on a small disk."""
-    runs = workplace / "runs"
-    runs.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(runs)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no permission to mount a tmpfs")
-    yield runs
-    subprocess.run(["umount", "-l", str(runs)], check=True)
+    with checkpointed_training.small_disk(workplace / "runs", f"size={DISK_BYTES}") as runs:
+        yield runs
 
 
 def fill(disk: Path, leave_bytes: int) -> Path:

@@ -124,25 +124,15 @@ def test_a_flipped_bit_ends_the_run_and_a_restart_works(workplace: Path, times: 
     )
 
 
-def nan_weights_from_validation_on(rank: int) -> None:
-    """The weights become NaN right before the validation after the last step."""
-    measure = Validation.measure
+def nan_weights_from(measured: type[Any], rank: int) -> None:
+    """The weights become NaN right before the first call of `measured.measure`."""
+    measure = measured.measure
 
-    def measure_nan(self: Validation, engine: Any, *arguments: Any) -> dict[str, Any]:
+    def measure_nan(self: Any, engine: Any, *arguments: Any) -> Any:
         next(engine.module.parameters()).data.fill_(math.nan)
         return measure(self, engine, *arguments)
 
-    Validation.measure = measure_nan  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def nan_weights_from_evaluation_on(rank: int) -> None:
-    measure = TasksInTraining.measure
-
-    def measure_nan(self: TasksInTraining, engine: Any, *arguments: Any) -> list[dict[str, Any]]:
-        next(engine.module.parameters()).data.fill_(math.nan)
-        return measure(self, engine, *arguments)
-
-    TasksInTraining.measure = measure_nan  # pyright: ignore[reportAttributeAccessIssue]
+    measured.measure = measure_nan
 
 
 def test_an_evaluation_of_nan_weights_ends_the_run_without_a_result(workplace: Path, record_fault: RecordFault):
@@ -150,7 +140,7 @@ def test_an_evaluation_of_nan_weights_ends_the_run_without_a_result(workplace: P
     words = ("train.steps=3", "evaluation.interval=3", 'evaluation.tasks=["needle"]')
     words += ("model.positions=none", "model.tssa.denom_bias=head")
     words += tuple(f"evaluation.settings.{setting}" for setting in needle)
-    with launch(workplace, 2, *words, inject=nan_weights_from_evaluation_on) as running:
+    with launch(workplace, 2, *words, inject=partial(nan_weights_from, TasksInTraining)) as running:
         assert running.wait() == [2, 2], running.output()
         assert "the model: its logits are not finite (NaN or infinite)" in running.errors()[0]
     assert read_rows(workplace / "runs/tiny/evaluations.jsonl") == []
@@ -160,7 +150,7 @@ def test_an_evaluation_of_nan_weights_ends_the_run_without_a_result(workplace: P
 
 def test_a_run_whose_last_validation_loss_is_nan_is_an_error(workplace: Path, record_fault: RecordFault):
     words = ("train.steps=3", "validation.interval=3", "validation.sequences=4", "run.sdc_check_interval=0")
-    for inject in (nan_weights_from_validation_on, no_fault):  # the second launch has no step left to train
+    for inject in (partial(nan_weights_from, Validation), no_fault):  # the second launch has no step left to train
         with launch(workplace, 2, *words, inject=inject) as running:
             assert running.wait() == [2, 2], running.output()
             assert "runs/tiny: the validation loss after the last step is nan" in running.errors()[0]

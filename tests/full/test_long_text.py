@@ -17,7 +17,7 @@ from tost_lm.model import ModelConfig, TostLM
 from tost_lm.testing import FLOAT32_REORDERED
 
 SHORT, LONG = 1 << 16, 1 << 21
-GROWTH, LIMIT_S = 1.05, 1800
+GROWTH = 1.05
 SHAPE = {
     "pattern": "TDDA", "softmax": {"window": 256}, "layers": 4, "heads": 4, "width": 64, "max_positions": 1024,
     "positions": "none", "tssa": {"denom_bias": "head"}, "layer_scale": 1.0,
@@ -56,13 +56,9 @@ def write_text(path: Path, tokenizer: Tokenizer, words: list[str], draws: random
             written += len(tokenizer.encode(line))
 
 
-def command(folder: Path, tokens: int, ranks: int) -> list[str]:
-    return ["tost eval", "model", "text", f"text.file={tokens}.txt", f"launch.ranks={ranks}"]
-
-
 def measure(folder: Path, tokens: int, ranks: int) -> tuple[int, dict[str, Any]]:
     """Peak memory in bytes of the largest process, and the result, which is removed."""
-    peak = peak_memory(*command(folder, tokens, ranks), cwd=folder)
+    peak = peak_memory("tost eval", "model", "text", f"text.file={tokens}.txt", f"launch.ranks={ranks}", cwd=folder)
     path = folder / "model/eval/text@bpb/results.json"
     results = json.loads(path.read_text())
     path.unlink()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from made_once import made_once
-from programs import TINY_RUN, write_tiny_run
+from programs import linked, write_tiny_run
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +16,4 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def workplace(prepared: Path, tmp_path: Path) -> Path:
     """A fresh folder to run training in, with the prepared shards and settings."""
-    (tmp_path / "out").symlink_to(prepared / "out")
-    (tmp_path / "run.toml").write_text(TINY_RUN)
-    return tmp_path
+    return linked(prepared, tmp_path)

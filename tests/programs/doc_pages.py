@@ -121,7 +121,6 @@ def _as_tested(comment: str) -> tuple[tuple[str, ...], bool]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-SHOWN = [block for block in BLOCKS if block.language in UNTESTED]
 CHECKED = [block for block in BLOCKS if block.tags]
 WHOLE = [block for block in BLOCKS if block.takes_minutes]
 QUICK = [block for block in BLOCKS if block.language not in UNTESTED and not block.tags and not block.takes_minutes]

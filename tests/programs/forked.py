@@ -8,9 +8,11 @@ import multiprocessing
 import os
 import runpy
 import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,15 @@ class Forked:
         out, err = (Path(path).read_text() for path in self._outputs)
         self._folder.cleanup()
         return self._process.exitcode or 0, out, err
+
+
+def wait_until(condition: Callable[[], object], *processes: subprocess.Popen[Any]) -> None:
+    """Wait until `condition()` is true; an assertion fails after LIMIT_S, or if a process ends before."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert [process.poll() for process in processes] == [None] * len(processes)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def module_of(program: str, words: Iterable[object]) -> list[str]:

@@ -142,6 +142,13 @@ def weights(folder: Path, name: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
 
 
+def linked(prepared: Path, folder: Path) -> Path:
+    """The folder, with what `write_tiny_run` made elsewhere, to run training in."""
+    (folder / "out").symlink_to(prepared / "out")
+    (folder / "run.toml").write_text(TINY_RUN)
+    return folder
+
+
 def write_tiny_run(folder: Path) -> None:
     """Make corpus.jsonl, data.toml, run.toml and out/shards."""
     write_corpus(folder / "corpus.jsonl", documents=80, words=300)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import results, run
+from programs import linked, results, run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -21,9 +21,8 @@ LAMBADA = "lambada_openai@lm-eval"
 @pytest.fixture(scope="module")
 def folder(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a trained runs/tiny, a Hugging Face model of bytes and a test set."""
-    folder = tmp_path_factory.mktemp("baselines")
-    (folder / "out").symlink_to(prepared / "out")
-    run("tost train", prepared / "run.toml", cwd=folder)
+    folder = linked(prepared, tmp_path_factory.mktemp("baselines"))
+    run("tost train", "run.toml", cwd=folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(["<end>", *letters])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

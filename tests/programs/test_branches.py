@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from programs import curve, refusal, run, snapshot, weights, write_corpus
+from programs import curve, linked, refusal, run, snapshot, weights, write_corpus
 
 from tost_lm.files import read_rows
 
@@ -29,9 +29,7 @@ def refused(workplace: Path, name: str, *words: str) -> str:
 @pytest.fixture(scope="module")
 def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs `trunk`, 4 steps at a constant rate, and `whole`, 8 steps of which the last 4 decay."""
-    folder = tmp_path_factory.mktemp("trained")
-    shutil.copy(prepared / "run.toml", folder)
-    (folder / "out").symlink_to(prepared / "out")
+    folder = linked(prepared, tmp_path_factory.mktemp("trained"))
     train(folder, "trunk", *CONSTANT)
     train(folder, "whole", *WSD, "validation.interval=4")
     return folder
@@ -122,19 +120,3 @@ def test_what_a_branch_may_not_change_is_named(place: Path):
         (MUON, 'stage branch: has the state of another optimizer; set optim.kind = "adamw"'),
     ):
         assert refused(place, "new", *branch, *words).endswith(problem)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "optimizer"),
-    [("cosine", []), ("linear", MUON)],
-)
-def test_cosine_and_linear_resume_to_the_bit_and_have_one_length(workplace: Path, schedule: str, optimizer: list[str]):
-    words = [f"optim.schedule={schedule}", *optimizer]
-    train(workplace, "whole", *words, "train.steps=4")
-    train(workplace, "parts", *words, "train.steps=4", "run.stop_at_step=3")
-    train(workplace, "parts", *words, "train.steps=4")
-    assert curve(workplace, "parts") == curve(workplace, "whole")
-    assert weights(workplace, "parts") == weights(workplace, "whole")
-    error = refused(workplace, "whole", *words, "train.steps=8")
-    assert f"optim.schedule {schedule} would end before step 4 of the checkpoint, or have other learning" in error

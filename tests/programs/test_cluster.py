@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forked import CHECKOUT, ENVIRONMENT, LIMIT_S
-from programs import curve, run
+from forked import CHECKOUT, ENVIRONMENT, LIMIT_S, free_port, wait_until
+from programs import curve, linked, run
 from two_hosts import INTERFACE, two_hosts
 
 import tost_lm
@@ -41,25 +41,18 @@ def exit_codes(processes: list[subprocess.Popen[bytes]]) -> list[int | None]:
         time.sleep(0.05)
 
 
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return str(listener.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def one_host(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two ranks on one host."""
-    folder = tmp_path_factory.mktemp("one_host")
-    (folder / "out").symlink_to(prepared / "out")
-    run("tost_lm.pretrain.commands.train", prepared / "run.toml", cwd=folder, ranks=2)
+    folder = linked(prepared, tmp_path_factory.mktemp("one_host"))
+    run("tost_lm.pretrain.commands.train", "run.toml", cwd=folder, ranks=2)
     return folder
 
 
 @pytest.mark.slow
 def test_deepspeeds_launcher_starts_the_ranks_of_the_hostfile(workplace: Path, one_host: Path):
     nodes = ["--hostfile", str(CLUSTER / "hostfile"), "--include", "node-0:0,1", "--no_ssh", "--node_rank", "0"]
-    master = ["--master_addr", "127.0.0.1", "--master_port", free_port()]
+    master = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     program = ["--no_local_rank", "--module", "tost_lm.pretrain.commands.train", "run.toml"]  # as in docs/cluster.md
     launched = subprocess.run(
         ["deepspeed", *nodes, *master, *program], cwd=workplace, env=ACTIVATED, capture_output=True, text=True
@@ -92,7 +85,7 @@ def test_two_hosts_train_as_one_and_communicate_over_their_network(workplace: Pa
 @contextmanager
 def two_nodes(*words: str, cwd: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """The launchers of two nodes with one rank each, on this host; their stderr is a pipe."""
-    job = {**ACTIVATED, **NODE, "RANKS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    job = {**ACTIVATED, **NODE, "RANKS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     job["LOST_RANK_FILE"] = str(cwd / "lost")
     launchers = [
         subprocess.Popen(
@@ -118,21 +111,18 @@ def ends(launchers: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
 @pytest.mark.slow
 def test_a_killed_rank_of_two_nodes_leaves_one_line_on_each(workplace: Path):
     with two_nodes("run.toml", "train.steps=100000", "run.timeout_seconds=20", cwd=workplace) as launchers:
-        deadline = time.monotonic() + LIMIT_S
-        while len(beats := read_heartbeats(workplace / "runs/tiny/heartbeats")) < 2 or beats[1].step < 3:
-            assert [launcher.poll() for launcher in launchers] == [None, None]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        os.kill(beats[1].pid, signal.SIGKILL)
+        beats = lambda: read_heartbeats(workplace / "runs/tiny/heartbeats")
+        wait_until(lambda: len(beats()) == 2 and beats()[1].step > 2, *launchers)
+        os.kill(pid := beats()[1].pid, signal.SIGKILL)
         (code, error), killed = ends(launchers)
     assert code == 2
-    assert re.fullmatch(rf"error: rank 1 \(.*, pid {beats[1].pid}\) was lost: .*\n", error)
+    assert re.fullmatch(rf"error: rank 1 \(.*, pid {pid}\) was lost: .*\n", error)
     assert killed == (2, "error: rank 1 was ended by SIGKILL; run the same command to resume\n")
     assert (workplace / "lost").exists()
 
 
 @pytest.mark.slow
-def test_a_port_in_use_is_one_line(workplace: Path):
+def test_a_port_in_use_is_one_line():
     with socket.create_server(("", 0)) as used:
         port = str(used.getsockname()[1])
         node = {**ACTIVATED, **NODE, "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

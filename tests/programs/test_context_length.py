@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from programs import refusal, results, run
+from programs import linked, refusal, results, run
 
 import tost_lm
 from tost_lm.ops.rotary import Rotary
@@ -18,9 +18,7 @@ MODEL = [
 @pytest.fixture(scope="module")
 def longer(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run whose sequences are longer than model.max_positions, which its model does not need."""
-    folder = tmp_path_factory.mktemp("longer")
-    (folder / "out").symlink_to(prepared / "out")
-    (folder / "run.toml").write_text((prepared / "run.toml").read_text())
+    folder = linked(prepared, tmp_path_factory.mktemp("longer"))
     run("tost train", "run.toml", *MODEL, cwd=folder)
     return folder
 

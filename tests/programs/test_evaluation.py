@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from programs import refusal, run, snapshot
+from programs import linked, refusal, run, snapshot
 
 import tost_lm
 from tost_lm.checkpointing.format import write_checkpoint
@@ -27,9 +27,8 @@ COMMANDS = [
 @pytest.fixture(scope="module")
 def evaluated(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs/tiny, trained, evaluated, and with a report."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    (folder / "out").symlink_to(prepared / "out")
-    run("tost train", prepared / "run.toml", cwd=folder)
+    folder = linked(prepared, tmp_path_factory.mktemp("evaluated"))
+    run("tost train", "run.toml", cwd=folder)
     for program, words in COMMANDS:
         run(program, "runs/tiny", *words, cwd=folder)
     return folder

@@ -11,28 +11,23 @@ import pytest
 import torch
 from forked import ENVIRONMENT, Forked
 from programs import run
+from test_wheel import write_model
 
 import tost_lm
 from tost_lm import progress
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.cli import generate
 from tost_lm.config import validate
-from tost_lm.data.tokenizers import SentencePieceTokenizer
-from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.inference.generation import generate_text
 from tost_lm.inference.settings import GenerateConfig
-from tost_lm.model import ModelConfig, TostLM, streaming
+from tost_lm.model import streaming
 
 PROGRAM = "tost generate"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    tokenizer = SentencePieceTokenizer(train_sentencepiece(["The lines of this page are short. " * 9] * 40, 290))
-    tree = {"layers": 2, "heads": 2, "width": 16, "vocab_size": 290, "max_positions": 128}
-    torch.manual_seed(0)
-    model = TostLM(validate(ModelConfig, tree, "test"))
-    write_checkpoint(tmp_path / "model", model.config, model.state_dict(), tokenizer)
+    write_model(tmp_path / "model")
     return tmp_path
 
 
@@ -82,6 +77,6 @@ def test_a_prompt_that_takes_long_to_read_has_progress(
 
 
 def test_too_many_tokens_are_an_error_before_any_output(folder: Path):
-    code, out, err = Forked(PROGRAM, "model", "hello", "sample.tokens=300", cwd=folder).finish()
+    code, out, err = Forked(PROGRAM, "model", "hello", "sample.tokens=2000", cwd=folder).finish()
     assert (code, out) == (2, "")
-    assert "300 new tokens exceed the model's 128 positions; shorten sample.prompt or lower sample.tokens\n" in err
+    assert "2000 new tokens exceed the model's 1024 positions; shorten sample.prompt or lower sample.tokens\n" in err

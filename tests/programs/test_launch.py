@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forked import ENVIRONMENT, LIMIT_S
+from forked import ENVIRONMENT, LIMIT_S, wait_until
 from programs import run
 
 LONG = ["train.steps=100000", "checkpoint.interval=100000", "launch.ranks=2"]
@@ -33,10 +33,8 @@ def launched(*words: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for_a_step(process: subprocess.Popen[str], folder: Path) -> None:
-    rows, deadline = folder / "runs/tiny/metrics.jsonl", time.monotonic() + LIMIT_S
-    while not (rows.exists() and rows.stat().st_size) and time.monotonic() < deadline:
-        assert process.poll() is None
-        time.sleep(0.05)
+    rows = folder / "runs/tiny/metrics.jsonl"
+    wait_until(lambda: rows.exists() and rows.stat().st_size, process)
 
 
 @pytest.mark.slow

@@ -2,14 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from programs import ENVIRONMENT
+from forked import ENVIRONMENT, wait_until
 from two_hosts import INTERFACE, two_hosts
 
 from tost_lm.parallel.watchdog import read_heartbeats
@@ -51,13 +50,6 @@ def main(path: None, config: NoSettings) -> None:
 
 run_program(main, name="program", doc=__doc__, positional="[CONFIG]", config=NoSettings)
 '''
-
-
-def wait_until(condition: Callable[[], bool], *processes: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 100
-    while not condition() and time.monotonic() < deadline:
-        assert [process.poll() for process in processes] == [None] * len(processes)
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

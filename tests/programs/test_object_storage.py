@@ -5,13 +5,11 @@ import re
 import shutil
 import signal
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import LIMIT_S, Forked
+from forked import Forked, wait_until
 from programs import losses, refusal, run, snapshot, weights
 from public_models import write_olmo_hybrid
 
@@ -28,13 +26,6 @@ def train(workplace: Path, *words: str, name: str = "tiny") -> str:
 
 def steps(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.quick
@@ -61,7 +52,8 @@ def test_a_killed_upload_is_made_up_for(workplace: Path, storage: str):
     uploaded = workplace / "bucket/runs/tiny/checkpoints"
     for launch in range(2):
         started = Forked("tost train", *words, cwd=workplace)
-        until(lambda wanted=4 * (launch + 1): uploaded.exists() and max(steps(uploaded.parent)) > f"step_{wanted:08d}")
+        last = f"step_{4 * (launch + 1):08d}"
+        wait_until(lambda last=last: uploaded.exists() and max(steps(uploaded.parent)) > last)
         started.send_signal(signal.SIGKILL)
         started.finish()
         shutil.rmtree(workplace / "runs/tiny")
@@ -88,7 +80,7 @@ def test_a_later_launch_takes_the_url_over(workplace: Path, storage: str):
     words = ("run.toml", f"checkpoint.upload={storage}/runs", "optim.schedule=constant", "train.steps=100000")
     uploaded = workplace / "bucket/runs/tiny"
     first = Forked("tost train", *words, cwd=workplace)
-    until(lambda: (uploaded / "checkpoints").exists() and len(steps(uploaded)) > 1)
+    wait_until(lambda: (uploaded / "checkpoints").exists() and len(steps(uploaded)) > 1)
     refused = refusal("tost train", *words, cwd=workplace)  # in the same folder
     assert refused.startswith("runs/tiny: another launch is using it (host ")
     later = Forked("tost train", *words, "run.folder=others", cwd=workplace)
@@ -97,7 +89,7 @@ def test_a_later_launch_takes_the_url_over(workplace: Path, storage: str):
     owner = rf"\(host {re.escape(socket.gethostname())}, pid \d+, run folder {workplace}/others/tiny, launch \w+\)"
     assert re.match(rf"error: {storage}/runs/tiny: a later launch uploads there {owner}, so this one ends", errors)
     last, own = max(steps(uploaded)), workplace / "others/tiny"
-    until(lambda: (own / "checkpoints").exists() and max(steps(own), default="") > last)
+    wait_until(lambda: (own / "checkpoints").exists() and max(steps(own), default="") > last)
     later.send_signal(signal.SIGTERM)
     code, said, _ = later.finish()
     assert code == 75

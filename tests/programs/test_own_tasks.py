@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from programs import TINY_RUN, refusal, results, run, snapshot
+from programs import linked, refusal, results, run, snapshot
 
 from tost_lm.files import sha256_bytes
 
@@ -50,9 +50,8 @@ register(Family("mine", [Ends()]))
 @pytest.fixture(scope="module")
 def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs/tiny, a suite of own documents, and the file of an own task."""
-    folder = tmp_path_factory.mktemp("own")
-    (folder / "out").symlink_to(prepared / "out")
-    run("tost train", prepared / "run.toml", "train.steps=2", cwd=folder)
+    folder = linked(prepared, tmp_path_factory.mktemp("own"))
+    run("tost train", "run.toml", "train.steps=2", cwd=folder)
     documents = [{"body": "some words of a law"}, {"body": "another text " * 30}]
     (folder / "laws.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents))
     (folder / "suite.toml").write_text(SUITE)
@@ -131,9 +130,7 @@ def test_tasks_that_fail_are_one_line_each_and_the_others_run(trained: Path):
 @pytest.mark.parametrize("fault", ["Raises", "NoScore"])
 def test_a_task_that_fails_in_training_is_one_line(trained: Path, tmp_path: Path, fault: str):
     """Before the first step, or after it."""
-    for name in ("out", "laws.jsonl"):
-        (tmp_path / name).symlink_to(trained / name)
-    (tmp_path / "run.toml").write_text(TINY_RUN)
+    (linked(trained, tmp_path) / "laws.jsonl").symlink_to(trained / "laws.jsonl")
     (tmp_path / "faults.py").write_text(with_faults({fault: FAULTS[fault]}))
     words = ["train.steps=1", "evaluation.interval=1", 'evaluation.tasks=["faults.py"]']
     problem = refusal("tost train", "run.toml", *words, cwd=tmp_path)

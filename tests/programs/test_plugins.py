@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from forked import CHECKOUT, Forked
-from programs import losses, refusal, run
+from programs import linked, losses, refusal, run
 
 from tost_lm.config import load_config
 from tost_lm.files import read_rows, sha256_bytes
@@ -34,9 +34,7 @@ def folder(workplace: Path) -> Path:
 @pytest.fixture(scope="module")
 def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run `tiny` of a plugin that leaves the file `marker` when it runs."""
-    folder = tmp_path_factory.mktemp("trained")
-    for name in ("out", "run.toml"):
-        (folder / name).symlink_to(prepared / name)
+    folder = linked(prepared, tmp_path_factory.mktemp("trained"))
     (folder / "gated_ema.py").write_text(MARKED)
     (folder / "book.txt").write_text("the words of a short text " * 9)
     run("tost train", *WORDS, "train.steps=2", cwd=folder)

@@ -147,7 +147,4 @@ def test_mistakes_are_named(workplace: Path, tmp_path: Path):
     byte_level(normalizer=normalizers.Replace("ß", "")).save(str(tmp_path / "Olmo/tokenizer.json"))
     printed = refusal_here("tost convert", "Olmo", "convert.folder=new", cwd=tmp_path)
     assert "Olmo/tokenizer.json: the tokenizer is not lossless: it decodes " in printed
-    (tmp_path / "Olmo/tokenizer.json").unlink()
-    printed = refusal_here("tost convert", "Olmo", "convert.folder=new", cwd=tmp_path)
-    assert printed.endswith("Olmo: no tokenizer.json; add that of the model")
     assert not (tmp_path / "new").exists()

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from forked import Forked, free_port
 from fresh_step import fresh_steps, state_of
-from programs import curve, refusal, run, snapshot, weights, write_corpus
+from programs import curve, linked, refusal, run, snapshot, weights, write_corpus
 
 from tost_lm.checkpointing.format import Progress, StoredTensors, read_model_config
 from tost_lm.checkpointing.run_folder import step_folder
@@ -48,9 +48,7 @@ def write_recipe(folder: Path, name: str, longer: str = "", longest: str = "") -
 @pytest.fixture(scope="module")
 def place(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two shard folders, and recipes of three stages."""
-    folder = tmp_path_factory.mktemp("stages")
-    shutil.copy(prepared / "run.toml", folder)
-    (folder / "out").symlink_to(prepared / "out")
+    folder = linked(prepared, tmp_path_factory.mktemp("stages"))
     write_corpus(folder / "other.jsonl", documents=20, words=200)
     (folder / "other.toml").write_text(
         '[corpus]\nsource = "other.jsonl"\n[tokenizer]\npath = "out/tokenizer.model"\n[shards]\nfolder = "other"\n'

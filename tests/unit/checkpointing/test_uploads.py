@@ -4,12 +4,10 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 from test_format import write
 
@@ -37,13 +35,6 @@ def test_a_launch_that_was_taken_over_writes_and_removes_nothing(tmp_path: Path)
     with pytest.raises(TrainingError, match=later):
         uploads.require_own()
     assert not step_folders(url)
-
-
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    system = fsspec.filesystem("memory")
-    yield system
-    system.rm("/", recursive=True)
 
 
 def test_the_end_of_a_run_finds_what_is_missing_at_the_url(

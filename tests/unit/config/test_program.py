@@ -20,9 +20,11 @@ class Settings(Section):
     """How large."""
 
 
-def run(main: Any, *words: str) -> int:
+def run(main: Any, *words: object, **changed: Any) -> int:
+    """The exit code; `changed` has other arguments of `run_program`."""
+    options: dict[str, Any] = {"positional": "RUN", "config": Settings, **changed}
     with pytest.raises(SystemExit) as end:
-        run_program(main, name="some.program", doc="Does it.", positional="RUN", config=Settings, arguments=words)
+        run_program(main, name="p", doc="Does it.", arguments=[*map(str, words)], **options)
     code = end.value.code
     assert isinstance(code, int)
     return code
@@ -68,12 +70,8 @@ def test_mistakes_on_the_command_line(words: list[str], message: str, capsys: py
 def test_a_file_that_may_be_left_out(tmp_path: Path):
     (tmp_path / "some.toml").write_text("size = 5")
     seen: list[tuple[Path | None, int]] = []
-    for words in ([], ["size=4"], [str(tmp_path / "some.toml")]):
-        with pytest.raises(SystemExit):
-            run_program(
-                lambda path, config: seen.append((path, config.size)),
-                name="p", doc="", positional="[CONFIG]", config=Settings, arguments=words,
-            )  # fmt: skip
+    for words in ([], ["size=4"], [tmp_path / "some.toml"]):
+        run(lambda path, config: seen.append((path, config.size)), *words, positional="[CONFIG]")
     assert seen == [(None, 3), (None, 4), (tmp_path / "some.toml", 5)]
 
 
@@ -89,11 +87,8 @@ def test_a_run_and_tasks_or_a_file_with_tasks(tmp_path: Path, capsys: pytest.Cap
     run_folder, some = Path("runs/x"), tmp_path / "some.toml"
     seen: list[tuple[Path, list[str], int]] = []
     for words in (["a", "b", "some.size=4"], [some], [some, "b", "some.size=4"], ["some.size=4"], [some, some]):
-        with pytest.raises(SystemExit):
-            run_program(
-                lambda path, config: seen.append((path, config.tasks, config.some.size)),
-                name="p", doc="", positional="RUN TASK…", config=Tasks, arguments=["runs/x", *map(str, words)],
-            )  # fmt: skip
+        take = lambda path, config: seen.append((path, config.tasks, config.some.size))
+        run(take, "runs/x", *words, positional="RUN TASK…", config=Tasks)
     assert seen == [(run_folder, ["a", "b"], 4), (run_folder, ["c"], 5), (run_folder, ["c", "b"], 4)]
     assert capsys.readouterr().err.splitlines() == [
         "error: TASK is missing; write python -m p RUN TASK… before any section.key=value",
@@ -125,11 +120,7 @@ class Generation(Section):
 )
 def test_a_text_behind_the_path(words: list[str], prompt: str):
     seen: list[Generation] = []
-    with pytest.raises(SystemExit):
-        run_program(
-            lambda path, config: seen.append(config),
-            name="p", doc="", positional="RUN", config=Generation, prompt="sample.prompt", arguments=words,
-        )  # fmt: skip
+    run(lambda path, config: seen.append(config), *words, config=Generation, prompt="sample.prompt")
     assert [config.sample.prompt for config in seen] == [prompt]
 
 
@@ -141,11 +132,7 @@ def test_a_text_behind_the_path(words: list[str], prompt: str):
     ],
 )
 def test_what_is_no_prompt(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        run_program(
-            fail(AssertionError()),
-            name="p", doc="", positional="RUN", config=Generation, prompt="sample.prompt", arguments=["x", *words],
-        )  # fmt: skip
+    run(fail(AssertionError()), "x", *words, config=Generation, prompt="sample.prompt")
     assert said in capsys.readouterr().err
 
 
@@ -210,4 +197,4 @@ def test_waiting_threads_do_not_spin_unless_the_user_wants_it(monkeypatch: pytes
 
 def test_defects_of_ours_keep_their_traceback():
     with pytest.raises(ZeroDivisionError):
-        run_program(fail(ZeroDivisionError()), name="p", doc="", positional="RUN", config=Settings, arguments=["x"])
+        run(fail(ZeroDivisionError()), "x")

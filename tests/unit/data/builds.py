@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +54,21 @@ def build_in_small_steps(config: DataPrepConfig, tokenizer: Tokenizer) -> None:
     build.read_blocks = partial(read_blocks, block_bytes=1000)
     build.COMMIT_SECONDS = 0.0
     build.build_shards(config, tokenizer)
+
+
+class StoppedError(Exception):
+    """Ends a build before its end."""
+
+
+def stop_after(count: int) -> Callable[[build.BuildProgress], None]:
+    """A report that ends the build after `count` calls."""
+    reports = iter(range(count))
+
+    def report(_: build.BuildProgress) -> None:
+        if next(reports, None) is None:
+            raise StoppedError
+
+    return report
 
 
 def corpus(source: Path | str, **settings: Any) -> CorpusConfig:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from builds import TEXTS, Built, files, prep_config
+from builds import TEXTS, Built, StoppedError, files, prep_config, stop_after
 from chats import EOT, KEEPS, THINKS, chat_folder, conversation, theirs, write_rows
 from hand_made import EOT as HAND_MADE_EOT
 from hand_made import IGNORED, LENGTHS, batches_of, hand_made
@@ -212,16 +212,8 @@ def test_builds_with_masks_have_equal_bytes_with_stops_and_are_partitioned(built
     whole, stopped, joined = (prep_config(corpus, tmp_path / name) for name in ("whole", "stopped", "joined"))
     build_shards(whole, built.tokenizer)
 
-    class StoppedError(Exception): ...
-
-    reports = iter(range(9))
-
-    def stop(progress: Any) -> None:
-        if next(reports, None) is None:
-            raise StoppedError
-
     with pytest.raises(StoppedError):
-        build_shards(stopped, built.tokenizer, stop)
+        build_shards(stopped, built.tokenizer, stop_after(9))
     build_shards(stopped, built.tokenizer)
     assert files(tmp_path / "stopped") == files(tmp_path / "whole")
 

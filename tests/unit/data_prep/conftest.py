@@ -1,12 +1,9 @@
 from functools import partial
 
 import pytest
-from builds import built
 
 from tost_lm.data.sources import read_blocks
 from tost_lm.data_prep import build
-
-__all__ = ["built"]
 
 
 @pytest.fixture(autouse=True)

@@ -7,35 +7,19 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from builds import TEXTS, Built, build_in_small_steps, files, prep_config
+from builds import TEXTS, Built, StoppedError, build_in_small_steps, files, prep_config, stop_after
 
 from tost_lm.data.shards import Shards
 from tost_lm.data.sources import read_blocks
 from tost_lm.data_prep import build
 from tost_lm.data_prep.build import BuildProgress, build_shards, building_folder, recover_folder
 from tost_lm.errors import ConfigError, DataError
-
-
-class StoppedError(Exception):
-    """Ends a build before its end."""
-
-
-def stop_after(count: int) -> Callable[[BuildProgress], None]:
-    """A report that ends the build after `count` calls."""
-    reports = iter(range(count))
-
-    def report(_: BuildProgress) -> None:
-        if next(reports, None) is None:
-            raise StoppedError
-
-    return report
 
 
 @pytest.mark.quick

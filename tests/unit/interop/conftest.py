@@ -5,12 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import make_model, tokenizer
 
 from tost_lm.checkpointing.format import write_checkpoint
 from tost_lm.data.tokenizers import Tokenizer
-
-__all__ = ["make_export", "make_model", "tokenizer"]
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def test_rows_of_different_lengths_are_decoded_together(kind: str):
         assert_same(torch.cat(logits, 1)[n], expected)
 
 
-def test_cu_seqlens_are_read_once_a_call(monkeypatch: pytest.MonkeyPatch):
+def test_cu_seqlens_are_read_once_a_call():
     model = drawn_model("rotary, window")
     tokens, cu_seqlens = packed(drawn_documents())
     reads: list[int] = []

@@ -51,7 +51,6 @@ def whole(model: TostLM, tokens: Tensor) -> tuple[Tensor, LMState]:
     "settings",
     [
         {"pattern": "T"},
-        {"pattern": "T", "tssa": {"denom_bias": "head"}},
         {"pattern": "TTA", "layers": 3, "softmax": {"window": 9}},
         {"pattern": "TA"},
         {"pattern": "A", **other_forms(window=9), "heads": 4},

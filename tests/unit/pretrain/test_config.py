@@ -99,6 +99,11 @@ FIX = 'set parallel.engine = "fsdp"'
         ("train.tokens=96 train.seq_len=x", "train.seq_len: input should be a valid integer, got 'x'"),
         ("train.tokens=96 train.global_batch_size=0", "train.global_batch_size: input should be greater than 0, got 0"),
         ("parallel.zero_stage=0 parallel.shard_ranks=2", "parallel.shard_ranks: ZeRO stage 0 shards nothing"),
+        (
+            "train.compile=true model.heads=2 parallel.tensor=2",
+            "train.compile does not support parallel.tensor 2, whose communication is no part of a compiled graph: set "
+            "train.compile = false or parallel.tensor = 1",
+        ),
         *(
             (f"parallel.engine=deepspeed {words}", f'parallel.engine "deepspeed" does not support it; {FIX}')
             for words in (

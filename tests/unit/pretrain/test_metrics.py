@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from logged_run import SETTINGS
 from stage_records import recorded
 
 from tost_lm.checkpointing.format import Progress
@@ -35,14 +36,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FOLDER.mkdir(parents=True)
 
 
-def config(**train: Any) -> PretrainConfig:
-    settings = {
-        "model": {"layers": 1, "heads": 1, "width": 4, "vocab_size": 8, "max_positions": 8},
-        "data": {"folder": "shards"},
-        "train": {"steps": 20, "global_batch_size": 4, "micro_batch_size": 2, "seq_len": 8, **train},
-        "run": {"name": "r"},
-    }
-    return validate(PretrainConfig, settings, "test")
+def config() -> PretrainConfig:
+    return validate(PretrainConfig, SETTINGS, "test")
 
 
 def values(loss: float, lr: float, grad_norm: float) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hand_made import hand_made
 from hf_tokenizers import byte_level, made
+from logged_run import settings_of as settings_of_run
 
 from tost_lm.checkpointing.format import Progress, write_checkpoint
 from tost_lm.checkpointing.run_folder import FLIGHT_RECORDER, step_folder
@@ -22,12 +23,7 @@ from tost_lm.pretrain.settings import PretrainConfig, Stage
 from tost_lm.pretrain.start import find_start, require_same_checkpoints
 
 TOKENIZER = made(byte_level())
-SETTINGS: dict[str, Any] = {
-    "model": {"layers": 1, "heads": 1, "width": 4, "vocab_size": 8, "max_positions": 8},
-    "data": {"folder": "shards"},
-    "train": {"steps": 9, "global_batch_size": 12, "micro_batch_size": 2, "seq_len": 8},
-    "run": {"name": "r"},
-}
+SETTINGS = settings_of_run() | {"train": {"steps": 9, "global_batch_size": 12, "micro_batch_size": 2, "seq_len": 8}}
 
 
 def config(**sections: dict[str, Any]) -> PretrainConfig:

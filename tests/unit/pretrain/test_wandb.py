@@ -103,19 +103,13 @@ def test_training_goes_on_when_the_process_of_wandb_is_killed(folder: Path, capf
     assert (folder / "log.txt").read_text().count("wandb failed") == 1
 
 
-def test_a_mode_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WANDB_MODE", "sometimes")
-    fix = "set it to offline, or leave wandb out of run.loggers"
-    with pytest.raises(ConfigError, match=rf"\AWANDB_MODE=sometimes: .*; {fix}\Z"):
-        open_metrics(Progress(0, 0))
-
-
-def test_online_without_a_login_is_an_error(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("mode", ["sometimes", "online"])
+def test_a_mode_that_does_not_exist_and_one_without_a_login_are_errors(monkeypatch: pytest.MonkeyPatch, mode: str):
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # no server, and no login for it
-    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_MODE", mode)
     fix = "set it to offline, or leave wandb out of run.loggers"
-    with pytest.raises(ConfigError, match=rf"\AWANDB_MODE=online: .*; {fix}\Z"):
+    with pytest.raises(ConfigError, match=rf"\AWANDB_MODE={mode}: .*; {fix}\Z"):
         open_metrics(Progress(0, 0))
 
 

@@ -18,8 +18,6 @@ from tost_lm.mixers.delta.settings import DeltaSizes
 from tost_lm.ops import backends
 from tost_lm.ops.layout import LocalDocuments
 
-NAMES = ("query", "key", "value", "log_decay", "beta", "state")
-
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is used where there is no GPU")
 @pytest.mark.parametrize("decays", [(4,), (4, 6)], ids=["of heads", "of channels"])

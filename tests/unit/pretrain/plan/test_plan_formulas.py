@@ -190,11 +190,6 @@ def test_what_does_not_fit_comes_with_settings_that_do(overrides: list[str], rem
     assert plan_fit.memory_problem(planned(LARGE, *overrides, *remedy.split())) is None
 
 
-def test_what_an_engine_cannot_do_is_refused():
-    with pytest.raises(ConfigError, match=r"memory\.tile_tokens: parallel\.engine .deepspeed. does not support it"):
-        planned(BASE, "memory.tile_tokens=512", "parallel.engine=deepspeed")
-
-
 def test_where_nothing_fits_it_says_so():
     problem = plan_fit.memory_problem(planned(LARGE, "cluster.memory_gb=5"))
     assert problem

@@ -1,3 +1,0 @@
-from builds import built
-
-__all__ = ["built"]
