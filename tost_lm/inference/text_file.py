@@ -49,6 +49,12 @@ class TextFile:
         if digest.hexdigest() != self.sha256:
             raise DataError(f"{self.path}: changed while it was read; start again when nothing writes to it")
 
+    def end(self, characters: int) -> str:
+        """The last `characters` characters, or the whole text if it is shorter."""
+        with regular_file(self.path).open("rb") as file:
+            file.seek(max(0, self.bytes - 4 * characters))
+            return file.read().decode(errors="ignore")[-characters:]
+
 
 def ids_of(tokenizer: Tokenizer, blocks: Iterable[str]) -> Iterator[Any]:
     """The ids that a model reads for a text in blocks: the end of text, then the text's ids in arrays."""

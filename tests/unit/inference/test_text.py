@@ -83,6 +83,11 @@ def test_a_text_that_changes_while_it_is_read_is_rejected(text: TextFile):
         list(text.blocks())
 
 
+@pytest.mark.parametrize("characters", [1, 7, 10_000])
+def test_the_end_of_a_text(text: TextFile, characters: int):
+    assert text.end(characters) == TEXT[-characters:]
+
+
 def test_ranks_beside_tensor_ranks_are_sequence_ranks_unless_they_are_set():
     def chosen(ranks: int, *tasks: str, **parallel: int) -> tuple[int, int]:
         config = layout(validate(RanksConfig, parallel, "test"), find_tasks(tasks or ("text",)), ranks)
