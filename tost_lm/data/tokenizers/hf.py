@@ -7,15 +7,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tost_lm.data.tokenizers.interface import ESCAPE, SPACE_MARK, Tokenizer, escape
-from tost_lm.data.tokenizers.interface import UNESCAPED as SENTENCEPIECE_UNESCAPED
+from tost_lm.data.tokenizers.interface import BREAK, ESCAPE, SPACE_MARK, Tokenizer, escape, unescape
 from tost_lm.data.tokenizers.lossless import FORMS, SHOWN, every_character, first_loss, in_form
 from tost_lm.errors import DataError, first_line, install_hint, listed
 from tost_lm.files import regular_file
 
-BREAK = ESCAPE + "2"  # decodes to nothing
-UNESCAPED = {**SENTENCEPIECE_UNESCAPED, BREAK: ""}
-TO_UNESCAPE = re.compile("|".join(UNESCAPED))
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 PROBES = [
     "A Bc", "a\nb", " a", "a ", " a  b\t\r\n", "\0", "don 't, n't .", "``''\"", "é漢字😀\u0130½", "<0x0A>", SPACE_MARK,
@@ -76,9 +72,7 @@ class HfTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         text = self._decode(list(self._valid_utf8(map(int, ids)) if self._byte_of else map(int, ids)))
-        if not self.escapes or ESCAPE not in text:
-            return text
-        return TO_UNESCAPE.sub(lambda found: UNESCAPED[found[0]], text)
+        return unescape(text) if self.escapes else text
 
     def _encode(self, text: str) -> list[int]:
         try:

@@ -51,7 +51,8 @@ class Tokenizer(ABC):
 SPACE_MARK = "\u2581"
 ESCAPE = "\U000f2581"
 ESCAPED = {ESCAPE: ESCAPE + "0", SPACE_MARK: ESCAPE + "1"}
-UNESCAPED = {escaped: character for character, escaped in ESCAPED.items()}
+BREAK = ESCAPE + "2"  # decodes to nothing
+UNESCAPED = {escaped: character for character, escaped in ESCAPED.items()} | {BREAK: ""}
 TO_ESCAPE = re.compile("|".join(ESCAPED))
 TO_UNESCAPE = re.compile("|".join(UNESCAPED))
 
@@ -105,10 +106,7 @@ class SentencePieceTokenizer(Tokenizer):
         return np.concatenate(arrays)
 
     def decode(self, ids: Iterable[int]) -> str:
-        text = self._model.decode([int(i) for i in ids])
-        if ESCAPE not in text:
-            return text
-        return TO_UNESCAPE.sub(lambda found: UNESCAPED[found[0]], text)
+        return unescape(self._model.decode([int(i) for i in ids]))
 
 
 def escape(text: str) -> str:
@@ -116,6 +114,11 @@ def escape(text: str) -> str:
     if SPACE_MARK not in text and ESCAPE not in text:
         return text
     return TO_ESCAPE.sub(lambda found: ESCAPED[found[0]], text)
+
+
+def unescape(text: str) -> str:
+    """Put the escaped characters back."""
+    return TO_UNESCAPE.sub(lambda found: UNESCAPED[found[0]], text) if ESCAPE in text else text
 
 
 BLOCK_CHARACTERS = 1 << 18
