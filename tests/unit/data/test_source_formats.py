@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tost_lm.data.settings import CorpusConfig
-from tost_lm.data.sources import BadRow, Document, blocks, count_rows, lines, parse, read_blocks
+from tost_lm.data.sources import BadRow, Document, count_rows, lines, parse, read_blocks, tables
 from tost_lm.errors import DataError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -150,7 +150,7 @@ def test_a_text_file_is_one_document_or_one_a_line(tmp_path, kind, compression):
 
 def test_too_long_documents_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "ROW_LIMIT", 1000)
-    monkeypatch.setattr(blocks, "ROW_LIMIT", 1000)
+    monkeypatch.setattr(tables, "ROW_LIMIT", 1000)
     (tmp_path / "a.txt").write_text("x" * 1000)
     assert len(read(corpus(tmp_path))) == 1
     (tmp_path / "a.txt").write_text("x\n" * 501)
@@ -161,7 +161,7 @@ def test_too_long_documents_are_refused(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="a line is longer than"):
         list(read_blocks(corpus(tmp_path / "a.jsonl"), block_bytes=100))
     (tmp_path / "a.parquet").write_bytes(as_parquet(table(["x" * 1001])))
-    assert "a row is longer than" in refusal(corpus(tmp_path / "a.parquet"))
+    assert "a text is longer than" in refusal(corpus(tmp_path / "a.parquet"))
 
 
 @pytest.mark.quick
@@ -229,22 +229,21 @@ def test_null_in_a_table_is_a_bad_row(tmp_path, kind):
     file = tmp_path / "a.parquet"
     file.write_bytes(as_parquet(table(["one", None, "three"] * 10, kind)))
     rows = read(corpus(file), block_bytes=40)
-    reason = "field 'text' is null, not a string"
-    assert rows[:3] == [Document(0, "one"), BadRow(1, f"{file}, row 1", reason), Document(2, "three")]
+    assert rows[:3] == [Document(0, "one"), BadRow(1, f"{file}, row 1", "field 'text' is null"), Document(2, "three")]
     assert len(rows) == 30
-    assert rows[-2] == BadRow(28, f"{file}, row 28", reason)
+    assert rows[-2] == BadRow(28, f"{file}, row 28", "field 'text' is null")
 
 
 @pytest.mark.parametrize(("binary", "kind"), [("binary", "string"), ("large_binary", "large_string")])
 def test_invalid_utf8_in_a_table_is_a_bad_row(tmp_path, binary, kind):
-    raw = pyarrow.array([b"one", b"caf\xe9\n", None, b"last"], getattr(pyarrow, binary)())
+    raw = pyarrow.array([b"one", b"caf\xe9", None, b"last"], getattr(pyarrow, binary)())
     column = raw.view(getattr(pyarrow, kind)())
     file = tmp_path / "a.parquet"
     file.write_bytes(as_parquet(pyarrow.table({"text": column})))
     assert read(corpus(file)) == [
         Document(0, "one"),
         BadRow(1, f"{file}, row 1", "byte 3 is not UTF-8 (convert the text, for example with iconv)"),
-        BadRow(2, f"{file}, row 2", "field 'text' is null, not a string"),
+        BadRow(2, f"{file}, row 2", "field 'text' is null"),
         Document(3, "last"),
     ]
 

@@ -31,7 +31,6 @@ from tost_lm.data.sources.blocks import (
     Source,
     SourceBlock,
     parse,
-    row_blocks,
 )
 from tost_lm.data.sources.chats import CHAT_FILES, Chats
 from tost_lm.data.sources.files import CorpusFile, corpus_files, format_of, left_out_files, token_files
@@ -83,7 +82,7 @@ def read_blocks(
         block = next(blocks, None)
         while block is not None:
             following = next(blocks, None)
-            first_row, first_line = row, line + (source.kind != "rows")
+            first_row, first_line = row, line + (source.kind != "arrow")
             row, line = row + block.rows, line + block.lines
             end, consumed = Position(file, block.offset, row, line), block.consumed
             if following is None:
@@ -132,8 +131,7 @@ def fingerprint(corpus: CorpusConfig) -> str:
 def _sources(corpus: CorpusConfig) -> list[Source]:
     if corpus.source == "embedded":
         rows = [json.dumps({corpus.text_field: text}).encode() for text in embedded_texts()]
-        blocks = lambda first, size: row_blocks("embedded", iter(rows[first:]), first, size, lambda row: row)
-        return [Source("lines", blocks, "embedded", len(rows))]
+        return [Source("lines", partial(_blocks_of_rows, rows), "embedded", len(rows))]
     return [_file_source(file, corpus) for file in corpus_files(corpus.source)]
 
 
@@ -142,6 +140,15 @@ def _file_source(file: CorpusFile, corpus: CorpusConfig) -> Source:
     assert form is not None  # corpus_files refuses others
     blocks = partial(form.blocks, file.path, file.size, corpus)
     return Source(form.kind, blocks, printable(str(file.path)), file.size)
+
+
+def _blocks_of_rows(rows: list[bytes], first: int, block_bytes: int) -> Iterator[SourceBlock]:
+    """Blocks of JSON lines from single rows, from row `first`."""
+    while first < len(rows):
+        sizes = accumulate(len(row) + 1 for row in rows[first:])
+        count = next((n for n, size in enumerate(sizes, start=1) if size >= block_bytes), len(rows) - first)
+        lines, first = rows[first : first + count], first + count
+        yield SourceBlock(b"\n".join(lines), count, count, first, first)
 
 
 def _read(source: Source, offset: int, block_bytes: int) -> Iterator[SourceBlock]:

@@ -33,6 +33,8 @@ def corpus_changed(corpus: CorpusConfig) -> DataError:
     return DataError(f"corpus.source {corpus.source}: changed while it was read; run the same command again")
 
 
+ROW = "row"
+"""Name of a column that has whole rows as JSON."""
 BLOCK_BYTES = 1 << 20
 ROW_LIMIT = 1 << 30
 """Bytes of the longest row. Several copies of a row are in memory at once."""
@@ -55,8 +57,8 @@ class Position(NamedTuple):
 class CorpusBlock:
     """Some rows of a corpus, unparsed."""
 
-    kind: Literal["lines", "rows", "text"]
-    """JSON lines; rows of a table as JSON lines; plain text (one document a file or a line)."""
+    kind: Literal["lines", "arrow", "text"]
+    """JSON lines; an Arrow IPC stream of one column; plain text (one document a file or a line)."""
     payload: bytes
     where: str
     """The file or other source, for messages."""
@@ -74,7 +76,7 @@ class CorpusBlock:
     @property
     def unit(self) -> Literal["line", "row"]:
         """The unit of `first_line`: lines from 1, rows of a table from 0."""
-        return "row" if self.kind == "rows" else "line"
+        return "row" if self.kind == "arrow" else "line"
 
 
 class SourceBlock(NamedTuple):
@@ -93,7 +95,7 @@ class SourceBlock(NamedTuple):
 class Source(NamedTuple):
     """One file of a corpus, or the embedded corpus."""
 
-    kind: Literal["lines", "rows", "text"]
+    kind: Literal["lines", "arrow", "text"]
     blocks: Callable[[int, int], Iterator[SourceBlock]]
     """From an offset and a block size in bytes to the blocks."""
     where: str
@@ -103,11 +105,11 @@ class Source(NamedTuple):
 
 
 class CorpusFormat(NamedTuple):
-    """A format of corpus files. Its rows become JSON lines or plain text."""
+    """A format of corpus files. Its rows become JSON lines, one column of a table or plain text."""
 
     endings: tuple[str, ...]
     """In lower case."""
-    kind: Literal["lines", "rows", "text"]
+    kind: Literal["lines", "arrow", "text"]
     blocks: Callable[[Path, int, CorpusConfig, int, int], Iterator[SourceBlock]]
     """From a file, its size in bytes, the settings, an offset and a block size in bytes to the blocks."""
     may_be_compressed: bool = False
@@ -174,28 +176,11 @@ def _divided(
     return Document(row, "".join(part.text for part in parts), parts, is_chat=field is not None)
 
 
-def row_blocks(
-    where: str, rows: Iterator[bytes], row: int, block_bytes: int, consumed: Callable[[int], int]
-) -> Iterator[SourceBlock]:
-    """Blocks of rows in JSON; the first row is row `row`.
-
-    A block ends with the row that brings it to `block_bytes`, so reading may resume at the end of any block. `consumed`
-    maps a row to the amount read before it.
-    """
-    for line in rows:
-        lines, size = [line], len(line)
-        while size < block_bytes and (line := next(rows, None)) is not None:
-            lines.append(line)
-            size += len(line)
-        if size > ROW_LIMIT:
-            raise too_long(f"{where}: a row")
-        row += len(lines)
-        yield SourceBlock(b"\n".join(lines), len(lines), len(lines), row, consumed(row))
-
-
-def _rows(block: CorpusBlock, corpus: CorpusConfig) -> Iterator[tuple[int, bytes]]:
+def _rows(block: CorpusBlock, corpus: CorpusConfig) -> Iterator[tuple[int, Any]]:
     """Each row, after its number in the file."""
-    if block.kind == "text" and corpus.text_documents == "file":
+    if block.kind == "arrow":
+        yield from enumerate(_column(block.payload), start=block.first_line)
+    elif block.kind == "text" and corpus.text_documents == "file":
         yield block.first_line, block.payload
     else:
         for number, line in enumerate(block.payload.split(b"\n"), start=block.first_line):
@@ -203,13 +188,30 @@ def _rows(block: CorpusBlock, corpus: CorpusConfig) -> Iterator[tuple[int, bytes
                 yield number, line.removesuffix(b"\r")
 
 
-def _content(block: CorpusBlock, raw: bytes, text_field: str) -> str | dict[str, Any]:
-    """The text of a row, from the bytes of a line or file; or the row, if it has none."""
+def _column(payload: bytes) -> Iterator[str | bytes | dict[str, Any] | None]:
+    """Texts of an Arrow stream, bytes if a batch is not UTF-8; or its rows, from JSON."""
+    import pyarrow
+
+    for batch in pyarrow.ipc.open_stream(payload):
+        try:
+            values = batch.column(0).to_pylist()
+        except UnicodeDecodeError:
+            column = batch.column(0)
+            values = column.cast(pyarrow.large_binary()).to_pylist()
+        yield from map(json.loads, values) if batch.schema.names == [ROW] else values
+
+
+def _content(block: CorpusBlock, raw: Any, text_field: str) -> str | dict[str, Any]:
+    """The text of a row, from bytes of a line or file or the value of a column; or the row, if it has none."""
+    if raw is None:
+        raise UnusableError(f"field {text_field!r} is null")
+    if isinstance(raw, (str, dict)):
+        return raw
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise UnusableError(f"byte {error.start} is not UTF-8 (convert the text, for example with iconv)") from None
-    return text if block.kind == "text" else _field(text, text_field)
+    return _field(text, text_field) if block.kind == "lines" else text
 
 
 def _field(line: str, text_field: str) -> str | dict[str, Any]:
