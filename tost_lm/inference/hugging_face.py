@@ -178,6 +178,7 @@ class HuggingFaceLM(nn.Module):
         # Without rotary embeddings, as in OLMo-Hybrid, attention reads any length.
         is_limited = getattr(model.base_model, "rotary_emb", True) is not None
         self.config = ForeignFacts(found[0], found[0] if is_limited else None, model.config.model_type)
+        self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def empty_state(self, rows: int) -> LMState:
         return LMState((None,), (0,) * rows)
@@ -211,17 +212,21 @@ class HuggingFaceLM(nn.Module):
         """Logits of at least the last `kept` tokens (0: all), and the cache after them."""
         # The model changes a cache in place, but a state can be used again.
         past = copy.deepcopy(state.layers[0]) if state else None
-        return self.model(tokens_BT, past_key_values=past, use_cache=True, logits_to_keep=kept)
+        chosen = {"logits_to_keep": kept} if self._selects else {}
+        return self.model(tokens_BT, past_key_values=past, use_cache=True, **chosen)
 
     def _rows_per_tile(self, labels_BT: Tensor) -> int:
         """Rows whose logits take no more memory than those of our models; allocating more for each batch costs time."""
-        columns = int((labels_BT != IGNORED_LABEL).any(0).sum())
+        columns = int((labels_BT != IGNORED_LABEL).any(0).sum()) if self._selects else labels_BT.shape[1]
         return max(1, logit_tile_tokens(self.model.config.vocab_size, torch.float32) // max(1, columns))
 
     def _score(self, tokens_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Nats, and whether labels are the most likely; computes only logits of labels."""
+        """Nats, and whether labels are the most likely; computes only logits of labels, if the model allows."""
         columns_K = (labels_BT != IGNORED_LABEL).any(0).nonzero()[:, 0]
-        logits_BKV = self.model(tokens_BT, use_cache=False, logits_to_keep=columns_K).logits
+        chosen = {"logits_to_keep": columns_K} if self._selects else {}
+        logits_BKV = self.model(tokens_BT, use_cache=False, **chosen).logits
+        if not self._selects:
+            logits_BKV = logits_BKV[:, columns_K]
         nats_BK, is_top_BK = _nats_and_top(logits_BKV, labels_BT[:, columns_K])
         nats_BT = torch.zeros_like(labels_BT, dtype=nats_BK.dtype).index_copy_(1, columns_K, nats_BK)
         is_top_BT = torch.zeros_like(labels_BT, dtype=torch.bool).index_copy_(1, columns_K, is_top_BK)
