@@ -1,7 +1,9 @@
 """Activation checkpointing and MLP tiles on ranks do not change training."""
 
+from functools import partial
+
 import pytest
-from training_on_layouts import Record, build_engine, train_on_layout, train_steps
+from training_on_layouts import build_engine, train_in_stages, train_steps
 
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import run_on_ranks
@@ -11,17 +13,10 @@ TILED = {**FULL, "mlp_tile_tokens": 5}
 GRAD_CLIP = 0.5
 
 
-def train_in_stages(axis: str, stages: tuple[int, ...]) -> list[Record]:
-    records = []
-    for stage in stages:
-        layout = ParallelConfig.model_validate({axis: 2, "zero_stage": stage})
-        records.append(train_on_layout(layout, "adamw", GRAD_CLIP, memory=TILED))
-    return records
-
-
 @pytest.mark.parametrize(("axis", "stages"), [("sequence", (0, 2, 3)), ("tensor", (1,))])
 def test_ranks_train_as_one_process(axis: str, stages: tuple[int, ...]):
-    for record in run_on_ranks(train_in_stages, 2, axis, stages)[0]:
+    run = partial(train_in_stages, memory=TILED)
+    for record in run_on_ranks(run, 2, {axis: 2}, stages, "adamw", GRAD_CLIP)[0]:
         record.assert_as_one_process("adamw", GRAD_CLIP)
 
 

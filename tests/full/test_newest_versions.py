@@ -12,7 +12,7 @@ TESTS = {
     "torch deepspeed": (
         "tests/unit/data/test_prefetch.py", "tests/unit/model/test_compilation.py", "tests/unit/testing",
         "tests/multiprocess/test_watchdog.py", "tests/multiprocess/test_flight_recorder.py",
-        "tests/multiprocess/test_deepspeed.py", "tests/multiprocess/test_traffic.py",
+        "tests/multiprocess/test_deepspeed.py", "tests/multiprocess/test_traffic.py", "tests/multiprocess/test_zero.py",
     ),
     "transformers": ("tests/unit/interop", "tests/programs/test_convert.py"),
 }  # fmt: skip

@@ -109,10 +109,6 @@ def checkpoint_files(folder: Path, step: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in step_folder(folder / RUN, step).iterdir()}
 
 
-def build_layout(**settings: Any) -> ParallelConfig:
-    return validate(ParallelConfig, settings, "test")
-
-
 def save_until_killed(trainee: Trainee, seed: int) -> None:
     """For `run_on_ranks`: go on from the newest checkpoint, and kill this rank or the other at some point of a save.
 

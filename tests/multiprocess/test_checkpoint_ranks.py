@@ -18,7 +18,6 @@ from checkpointed_training import (
     Trainee,
     Training,
     assert_kills_lose_nothing,
-    build_layout,
     checkpoint_files,
     error_of,
     in_turn,
@@ -27,6 +26,7 @@ from checkpointed_training import (
     small_disk,
 )
 from other_forms import OTHER_FORMS
+from training_on_layouts import layout_of
 
 import tost_lm
 from tost_lm.checkpointing.run_folder import find_checkpoint, step_folder
@@ -74,7 +74,7 @@ def test_a_resumed_run_equals_one_without_a_stop_bitwise(tmp_path: Path, corpora
     models = {"other forms": OTHER_FORMS, "stage 0": DELTA, "stage 3": DELTA, "tensor": DELTA}
     trainees = [
         Trainee(
-            tmp_path / name, corpora, build_layout(**layout), name == "bf16",
+            tmp_path / name, corpora, layout_of(**layout), name == "bf16",
             model=models.get(name, {}), optimizer="muon" if name == "muon" else "adamw",
         )
         for name, layout in layouts.items()
@@ -96,7 +96,7 @@ def several(trainees: list[Trainee], until: int) -> list[Curve]:
 def _on_engine(engine: str, layout: dict[str, int]) -> ParallelConfig:
     """The layout; what DeepSpeed refuses stays on fsdp."""
     refused = {"tensor", "shard_ranks"} & {*layout} or layout.get("zero_stage") == 0
-    return build_layout(**layout, engine="fsdp" if refused else engine)
+    return layout_of(**layout, engine="fsdp" if refused else engine)
 
 
 @pytest.mark.slow
@@ -219,7 +219,7 @@ def save_in_vain(trainee: Trainee) -> list[tuple[str, bool | None]]:
 
 
 def test_a_save_that_fails_in_the_background_is_raised_at_the_next_poll(tmp_path: Path, corpora: Corpora):
-    trainee = Trainee(tmp_path, corpora, build_layout(zero_stage=0), timeout_s=2)
+    trainee = Trainee(tmp_path, corpora, layout_of(zero_stage=0), timeout_s=2)
     mine, other = run_on_ranks(save_in_vain, 2, trainee)
     line = "runs/r/checkpoints/.step_00000002.tmp/model-00002-of-00002.safetensors: cannot be written: No such file or"
     assert other[0][0].startswith(line)

@@ -1,42 +1,27 @@
-"""The engine of DeepSpeed trains as one process does, resumes to the bit, and skips steps that are not finite."""
+"""The engine of DeepSpeed trains as one process does, and skips steps that are not finite. test_zero.py resumes it."""
 
 import math
-from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from engine_state import whole_state, whole_weights
-from training_on_layouts import (
-    LR,
-    T,
-    build_engine,
-    micro_batches,
-    restore,
-    train_in_one_process,
-    train_steps,
-)
+from engine_state import whole_weights
+from training_on_layouts import LR, T, build_engine, layout_of, micro_batches, train_in_one_process, train_steps
 
-from tost_lm.config import validate
 from tost_lm.errors import TrainingError
-from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.pretrain.step import train_step
 from tost_lm.pretrain.tiled import tile
 from tost_lm.testing import assert_as_accurate, run_on_ranks
 
 CLIP = 0.5
-Curve = list[tuple[float, float]]
-
-
-def layout_of(stage: int, **settings: Any) -> ParallelConfig:
-    return validate(ParallelConfig, {"engine": "deepspeed", "zero_stage": stage, **settings}, "test")
+DEEPSPEED = {"engine": "deepspeed"}
 
 
 def trained(sequence: int, stages: list[int]) -> list[dict[str, torch.Tensor]]:
     """Losses and norms of three steps, and the last weights."""
     found = []
     for stage in stages:
-        engine = build_engine(layout_of(stage, sequence=sequence), "adamw", grad_clip=CLIP)
+        layout = layout_of(**DEEPSPEED, zero_stage=stage, sequence=sequence)
+        engine = build_engine(layout, "adamw", grad_clip=CLIP)
         losses, norms = zip(*train_steps(engine, "adamw", range(3)), strict=True)
         found.append({"losses": torch.tensor(losses), "norms": torch.tensor(norms), **whole_weights(engine)})
     return found
@@ -53,31 +38,12 @@ def test_two_ranks_train_as_one_process(sequence: int, stages: list[int]):
             assert_as_accurate(ours[name], theirs[name], exact, name)
 
 
-def stop_and_resume(cases: list[tuple[int, bool]]) -> list[tuple[Curve, Curve, bool]]:
-    outcomes = []
-    for stage, bfloat16 in cases:
-        engine, fresh = (build_engine(layout_of(stage), "adamw", bfloat16=bfloat16) for _ in range(2))
-        train_steps(engine, "adamw", range(3))
-        restore(fresh, whole_state(engine), step=3)
-        went_on, resumed = (train_steps(each, "adamw", range(3, 6)) for each in (engine, fresh))
-        pairs = zip(whole_weights(engine).values(), whole_weights(fresh).values(), strict=True)
-        outcomes.append((went_on, resumed, all(torch.equal(a, b) for a, b in pairs)))
-    return outcomes
-
-
-def test_resuming_is_not_having_stopped_to_the_bit():
-    for outcomes in run_on_ranks(stop_and_resume, 2, [*product((1, 2, 3), (False, True))]):
-        for went_on, resumed, same_weights in outcomes:
-            assert resumed == went_on
-            assert same_weights
-
-
 def misaligned(bfloat16: bool) -> list[str]:
     """Parameters of 768 elements or more that do not begin at a multiple of 16 bytes."""
     shape = {"layers": 2, "pattern": "DT", "heads": 12, "width": 768, "vocab_size": 96}
     found = []
     for stage in (1, 2):
-        engine = build_engine(layout_of(stage), "adamw", bfloat16=bfloat16, **shape)
+        engine = build_engine(layout_of(**DEEPSPEED, zero_stage=stage), "adamw", bfloat16=bfloat16, **shape)
         assert any(p.numel() % 8 for p in engine.module.parameters())
         large = ((name, p) for name, p in engine.module.named_parameters() if p.numel() >= 768)
         found += [f"{name} at stage {stage}" for name, p in large if p.data_ptr() % 16]
@@ -94,7 +60,7 @@ def skip(stages: list[int]) -> list[tuple[float, bool, str]]:
     """Norm of a step that is not finite, whether it left the weights, and the error if a finite one is refused."""
     found = []
     for stage in stages:
-        engine = build_engine(layout_of(stage), "adamw")
+        engine = build_engine(layout_of(**DEEPSPEED, zero_stage=stage), "adamw")
         train_steps(engine, "adamw", range(1))
         before = whole_weights(engine)
         tiling = tile(engine.mesh, T)

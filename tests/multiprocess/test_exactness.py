@@ -8,9 +8,8 @@ import torch
 from all_to_alls import by_all_to_alls
 from other_forms import other_forms
 from torch import Tensor
-from training_on_layouts import BATCH, STEPS, VOCAB, T, build_model, build_optimizer, global_batch
+from training_on_layouts import BATCH, STEPS, VOCAB, T, build_model, build_optimizer, global_batch, layout_of
 
-from tost_lm.config import validate
 from tost_lm.model.lm import TostLM
 from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
@@ -18,7 +17,6 @@ from tost_lm.ops.layout import SequenceSplit
 from tost_lm.parallel.apply import even_split, parallelize, shard_of
 from tost_lm.parallel.mesh import Mesh, all_reduce, build_mesh, keep_received, start_world
 from tost_lm.parallel.rank_weights import slice_of
-from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import assert_close, run_on_ranks
 
 TWO_KEY_HEADS = "other forms of a block"
@@ -39,8 +37,7 @@ def drawn_model(name: str) -> TostLM:
 
 
 def mesh_of(tensor: int, sequence: int) -> Mesh:
-    layout = validate(ParallelConfig, {"tensor": tensor, "sequence": sequence}, "test")
-    return build_mesh(start_world("cpu"), layout)
+    return build_mesh(start_world("cpu"), layout_of(tensor=tensor, sequence=sequence))
 
 
 def whole(values: dict[str, Tensor], model: TostLM, mesh: Mesh) -> dict[str, Tensor]:

@@ -18,12 +18,12 @@ from training_on_layouts import (
     build_model,
     build_optimizer,
     global_batch,
+    layout_of,
     train_on_layout,
     train_steps,
 )
 
 from tost_lm import sizes
-from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.errors import ConfigError
 from tost_lm.parallel import fsdp
@@ -38,10 +38,6 @@ OFFSETS = (0, 7, T, T + 15, 2 * T)
 PATTERNS: list[dict[str, Any]] = [{"pattern": "DDDA", "layers": 4}, {"pattern": "TTA", "layers": 3}]
 UNTIED = {**PATTERNS[0], "tied_head": False}
 COUNT = 131_071  # bfloat16 would round it to 131,072
-
-
-def layout_of(**settings: Any) -> ParallelConfig:
-    return validate(ParallelConfig, settings, "test")
 
 
 def packed_rows(step: int) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,9 @@ import pytest
 import torch
 from other_forms import OTHER_FORMS
 from torch import Tensor
-from training_on_layouts import LR, Record, T, build_model, train_on_layout
+from training_on_layouts import LR, Record, T, build_model, layout_of, train_in_stages, train_on_layout
 from unrounded_muon import UnroundedOnCPU
 
-from tost_lm.config import validate
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.testing import run_on_ranks
 
@@ -18,11 +17,6 @@ GRAD_CLIP = 0.5
 DELTA = {"pattern": "TDA"}
 AXES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
 """Tensor and sequence ranks; the rest of four are data ranks."""
-
-
-def train_in_stages(settings: dict[str, Any], stages: tuple[int, ...], optimizer: str, **model: Any) -> list[Record]:
-    layouts = [validate(ParallelConfig, {**settings, "zero_stage": stage}, "test") for stage in stages]
-    return [train_on_layout(layout, optimizer, GRAD_CLIP, **model) for layout in layouts]
 
 
 @pytest.mark.slow
@@ -42,7 +36,8 @@ def test_four_ranks_train_as_one_process(
     of_layout = {"shard_ranks"} & {*model}
     layout = {"tensor": tensor, "sequence": sequence, **{name: model[name] for name in of_layout}}
     model = {name: value for name, value in model.items() if name not in of_layout}
-    for records in run_on_ranks(partial(train_in_stages, **model), 4, layout, stages, optimizer, timeout_s=280):
+    run = partial(train_in_stages, **model)
+    for records in run_on_ranks(run, 4, layout, stages, optimizer, GRAD_CLIP, timeout_s=280):
         for record in records:
             record.assert_as_one_process(optimizer, GRAD_CLIP, **model)
 
@@ -50,7 +45,7 @@ def test_four_ranks_train_as_one_process(
 @pytest.mark.slow
 def test_offloading_changes_nothing():
     layout = {"sequence": 2, "offload": "optimizer"}
-    for record in run_on_ranks(train_in_stages, 2, layout, (2, 3), "adamw")[0]:
+    for record in run_on_ranks(train_in_stages, 2, layout, (2, 3), "adamw", GRAD_CLIP)[0]:
         record.assert_as_one_process("adamw", GRAD_CLIP)
 
 
@@ -96,11 +91,9 @@ def test_shards_of_unequal_length_without_clipping():
 def norms_of_layouts(layouts: list[dict[str, Any]], bfloat16: bool) -> list[tuple[float, float]]:
     """The norm of the first gradient under each layout, and the same norm in float64. Float32 has errors of 1e-5."""
     found = []
+    model: dict[str, Any] = {"width": 128, "vocab_size": 4096, "layers": 2, "pattern": "TA", "bfloat16": bfloat16}
     for layout in layouts:
-        parallel = validate(ParallelConfig, layout, "test")
-        record = train_on_layout(
-            parallel, "sgd", GRAD_CLIP, 1, width=128, vocab_size=4096, layers=2, pattern="TA", bfloat16=bfloat16
-        )
+        record = train_on_layout(layout_of(**layout), "sgd", GRAD_CLIP, 1, **model)
         exact = sum(float(gradient.double().square().sum()) for gradient in record.gradients[0].values()) ** 0.5
         found.append((record.norms[0], exact))
     return found

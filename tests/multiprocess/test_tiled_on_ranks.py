@@ -1,6 +1,7 @@
 """Training in tiles, each of them sharded over sequence ranks, equals whole rows in one process."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,9 +10,8 @@ from all_to_alls import by_all_to_alls
 from other_forms import other_forms
 from test_exactness import OFFSETS, loss_and_gradients, mesh_of, packed_batch
 from test_parallel_layouts import GRAD_CLIP
-from training_on_layouts import Record, T, build_engine, build_model, exact_gradients, train_on_layout, train_steps
+from training_on_layouts import T, build_engine, build_model, exact_gradients, layout_of, train_in_stages, train_steps
 
-from tost_lm.config import validate
 from tost_lm.data.prefetch import MicroBatch
 from tost_lm.model.transforms import apply_activation_checkpointing
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
@@ -101,15 +101,6 @@ def test_float64(tensor: int, sequence: int):
                 assert_close(gradients[key], gradient, 1e-10, f"{key} of {MODELS[number]}, {tile_tokens}, {offsets}")
 
 
-def train_in_stages(
-    settings: dict[str, Any], stages: tuple[int, ...], optimizer: str, grad_clip: float
-) -> list[Record]:
-    layouts = [validate(ParallelConfig, {**settings, "zero_stage": stage}, "test") for stage in stages]
-    return [
-        train_on_layout(layout, optimizer, grad_clip, tile_tokens=9, softmax={"window": WINDOW}) for layout in layouts
-    ]
-
-
 # All of them accumulate micro-batches.
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -123,7 +114,8 @@ def train_in_stages(
 def test_four_ranks_train_as_one_process(
     layout: dict[str, Any], stages: tuple[int, ...], optimizer: str, grad_clip: float
 ):
-    for records in run_on_ranks(train_in_stages, 4, layout, stages, optimizer, grad_clip):
+    run = partial(train_in_stages, tile_tokens=9, softmax={"window": WINDOW})
+    for records in run_on_ranks(run, 4, layout, stages, optimizer, grad_clip):
         for record in records:
             record.assert_as_one_process(optimizer, grad_clip, softmax={"window": WINDOW})
 
@@ -132,8 +124,7 @@ def reductions(stage: int) -> tuple[Counter[tuple[str, int]], Counter[tuple[str,
     """Kind and bytes of the messages of one step, in whole rows and in tiles."""
     counted = []
     for tile_tokens in (None, 5):
-        layout = validate(ParallelConfig, {"zero_stage": stage}, "test")
-        engine = build_engine(layout, "sgd", softmax={"window": WINDOW})
+        engine = build_engine(layout_of(zero_stage=stage), "sgd", softmax={"window": WINDOW})
         with Traffic() as traffic:
             train_steps(engine, "sgd", range(1), tile_tokens=tile_tokens)
         counted.append(Counter((sent.kind, sent.bytes) for sent in traffic.sent))

@@ -1,13 +1,14 @@
 """Resuming under ZeRO, without the files: to the bit on the same parallel layout; bfloat16; timeouts."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from engine_state import whole_state, whole_weights
 from torch.distributed import distributed_c10d
-from training_on_layouts import build_engine, restore, train_steps
+from training_on_layouts import build_engine, layout_of, restore, train_steps
 
-from tost_lm.config import validate
 from tost_lm.parallel.settings import ParallelConfig
 from tost_lm.parallel.timeouts import Timeouts
 from tost_lm.testing import run_on_ranks
@@ -31,18 +32,21 @@ def stop_and_resume_each(layouts: list[ParallelConfig], bfloat16: bool) -> list[
     return [stop_and_resume(layout, bfloat16) for layout in layouts]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tensor", "stages", "bfloat16"),
+    ("settings", "stages", "bfloat16"),
     [
-        pytest.param(1, (2,), False, marks=pytest.mark.quick),
-        *((tensor, *case) for tensor in (1, 2) for case in [((0, 1, 2, 3), False), ((1, 3), True)]),
+        pytest.param({}, (2,), False, marks=[pytest.mark.slow, pytest.mark.quick]),
+        *(({"engine": "deepspeed"}, (1, 2, 3), bfloat16) for bfloat16 in (False, True)),
+        *(
+            pytest.param({"tensor": tensor}, *case, marks=pytest.mark.slow)
+            for tensor in (1, 2)
+            for case in [((0, 1, 2, 3), False), ((1, 3), True)]
+        ),
     ],
 )
-def test_resuming_is_not_having_stopped_to_the_bit(tensor: int, stages: tuple[int, ...], bfloat16: bool):
-    layouts = [{"tensor": tensor, "zero_stage": stage} for stage in stages]
-    validated = [validate(ParallelConfig, layout, "test") for layout in layouts]
-    for outcomes in run_on_ranks(stop_and_resume_each, 2, validated, bfloat16):
+def test_resuming_is_not_having_stopped_to_the_bit(settings: dict[str, Any], stages: tuple[int, ...], bfloat16: bool):
+    layouts = [layout_of(**settings, zero_stage=stage) for stage in stages]
+    for outcomes in run_on_ranks(stop_and_resume_each, 2, layouts, bfloat16):
         for went_on, resumed, same_weights in outcomes:
             assert resumed == went_on
             assert same_weights
@@ -58,7 +62,7 @@ def updates_in_place(cases: list[tuple[ParallelConfig, bool]]) -> list[bool]:
 
 
 def test_a_single_rank_updates_its_float32_weights_in_place():
-    stages = [validate(ParallelConfig, {"zero_stage": stage}, "test") for stage in (0, 1, 2, 3)]
+    stages = [layout_of(zero_stage=stage) for stage in (0, 1, 2, 3)]
     cases = [*((layout, False) for layout in stages), (stages[1], True)]
     assert run_on_ranks(updates_in_place, 1, cases) == [[True, True, True, True, False]]
 

@@ -58,6 +58,10 @@ class Record(NamedTuple):
             assert_as_accurate(ours[name], theirs[name], exact, name)
 
 
+def layout_of(**settings: Any) -> ParallelConfig:
+    return validate(ParallelConfig, settings, "test")
+
+
 def build_model(z_loss: float = 0.0, seed: int = 0, **settings: Any) -> TiledLM:
     torch.manual_seed(seed)
     shape = {"layers": 3, "heads": 4, "width": 32, "vocab_size": VOCAB, "max_positions": T, "layer_scale": 1.0}
@@ -210,6 +214,14 @@ def train_on_layout(
     gradients = record_gradients(engine)
     losses, norms = zip(*train_steps(engine, optimizer, range(steps), lengths, tile_tokens), strict=True)
     return Record([*losses], [*norms], gradients, whole_weights(engine))
+
+
+def train_in_stages(
+    settings: dict[str, Any], stages: tuple[int, ...], optimizer: str, grad_clip: float, **run: Any
+) -> list[Record]:
+    """On the layout of `settings`, in each ZeRO stage; `run` has arguments of `train_on_layout`."""
+    layouts = [layout_of(**settings, zero_stage=stage) for stage in stages]
+    return [train_on_layout(layout, optimizer, grad_clip, **run) for layout in layouts]
 
 
 def exact_gradients(
