@@ -52,14 +52,6 @@ def loss_and_gradients(model: TostLM, *batch: Any, **options: Any) -> tuple[Tens
     return output.scalars["loss"], {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def summed_gradients(model: TostLM, mesh: Mesh) -> dict[str, Tensor]:
-    """As an engine sums them: over sequence ranks, and those of replicated parameters over tensor ranks."""
-    for p in model.parameters():
-        p.grad = None if p.grad is None else all_reduce(p.grad, mesh.sequence)
-        p.grad = p.grad if p.grad is None or slice_of(p) else all_reduce(p.grad, mesh.tensor)
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 @cache
 def train_alone(name: str, optimizer: str) -> list[Any]:
     model = drawn_model(name)
@@ -89,7 +81,10 @@ def train_on_mesh(mesh: Mesh, name: str, optimizer: str) -> list[Any]:
             model, split.shard(tokens), split.shard(labels), label_count=count, output_state=False,
             shard=shard_of(mesh, split),
         )  # fmt: skip
-        record.append((all_reduce(loss, mesh.sequence), whole(summed_gradients(model, mesh), model, mesh)))
+        for p in model.parameters():
+            p.grad = None if p.grad is None else all_reduce(p.grad, mesh.sequence)
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        record.append((all_reduce(loss, mesh.sequence), whole(gradients, model, mesh)))
         steps.step()
     return [*record, whole({name: p.detach() for name, p in model.named_parameters()}, model, mesh)]
 
@@ -147,11 +142,12 @@ def train_packed_on_mesh(name: str, mesh: Mesh, lengths: tuple[int, ...], recomp
     split = SequenceSplit(lengths, mesh.sequence.rank) if lengths else even_split(mesh, T)
     record = []
     for offsets in OFFSETS:
-        loss, _ = loss_and_gradients(
+        loss, gradients = loss_and_gradients(
             model, split.shard(tokens), split.shard(labels), cu_seqlens=torch.tensor(offsets), label_count=count,
             output_state=False, shard=shard_of(mesh, split),
         )  # fmt: skip
-        record.append((all_reduce(loss, mesh.sequence), whole(summed_gradients(model, mesh), model, mesh)))
+        gradients = {name: all_reduce(x, mesh.sequence) for name, x in gradients.items()}
+        record.append((all_reduce(loss, mesh.sequence), whole(gradients, model, mesh)))
     return record
 
 

@@ -20,19 +20,22 @@ def parallelize(model: Model, mesh: Mesh, allocate: Callable[[nn.Module], object
 
     A model on the meta device needs `allocate`, which is called with this rank's slices and gives them memory.
 
-    1. Tensor: heads, MLP and vocabulary are split over ranks.
+    1. Tensor: heads, MLP and vocabulary are split over ranks; gradients of replicated parameters are summed.
     2. Sequence: the model is unchanged; each call gets the sequence shard (`shard_of`).
-    3. Data: an engine wraps the result (`tost_lm.parallel.engine`) over data × sequence ranks. It also sums the
-       gradients of replicated parameters over tensor ranks.
+    3. Data: an engine wraps the result (`tost_lm.parallel.engine`) over data × sequence ranks.
 
     Raises:
         ConfigError: heads or vocabulary are not divisible by the tensor ranks.
     """
-    if mesh.tensor.size > 1:
-        from tost_lm.parallel.tensor import apply_tensor_parallelism  # megatron-core takes seconds to import
+    if mesh.tensor.size == 1:
+        allocate(model)
+        return model
+    # megatron-core takes seconds to import
+    from tost_lm.parallel.tensor import apply_tensor_parallelism, sum_gradients_of_replicas
 
-        apply_tensor_parallelism(model, mesh.tensor)
-    allocate(model)
+    apply_tensor_parallelism(model, mesh.tensor)
+    allocate(model)  # makes new parameters, and gradients are hooks of parameters
+    sum_gradients_of_replicas(model.parameters(), mesh.tensor)
     return model
 
 

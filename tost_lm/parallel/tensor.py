@@ -5,6 +5,7 @@ column-parallel layer gathers all of them, [B, T, …]. Megatron splits the firs
 If R does not divide T, the stream is padded; mixers and loss do not see the padding.
 """
 
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.core.tensor_parallel import (
     VocabParallelEmbedding,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
@@ -26,8 +28,9 @@ from tost_lm.model.block import Mlp
 from tost_lm.model.config import ModelConfig
 from tost_lm.model.lm import Head, TostLM
 from tost_lm.ops.cross_entropy import CrossEntropy
-from tost_lm.parallel.mesh import Axis, all_gather
-from tost_lm.parallel.rank_weights import TensorSlice, mark_slice
+from tost_lm.ops.precision import statistics_dtype
+from tost_lm.parallel.mesh import Axis, all_gather, all_reduce
+from tost_lm.parallel.rank_weights import TensorSlice, mark_slice, slice_of
 from tost_lm.parallel.settings import obstacle_to_tensor_ranks
 
 
@@ -60,6 +63,14 @@ def apply_tensor_parallelism(model: TostLM, axis: Axis) -> None:
             if isinstance(module, TokenMixer | Mlp):
                 model.set_submodule(f"{name}.in_proj", Column(module.in_proj, residual, module.groups))
                 model.set_submodule(f"{name}.out_proj", Row(module.out_proj, residual))
+
+
+def sum_gradients_of_replicas(parameters: Iterable[nn.Parameter], axis: Axis) -> None:
+    """Sum the gradients of replicated parameters over tensor ranks, where no engine does."""
+    for parameter in parameters:
+        if slice_of(parameter) is None:
+            # Each rank's gradient covers its own tokens only.
+            parameter.register_hook(lambda d: all_reduce(d.to(statistics_dtype(d)), axis).to(d.dtype))
 
 
 class Residual:
@@ -219,6 +230,7 @@ def _set_slices(module: nn.Module, whole: nn.Module, axis: Axis, **slices: Tenso
             local = nn.Parameter(parameter.detach().clone())
         else:
             local = nn.Parameter(tensor_slice.local(parameter.detach(), axis).clone())
+            set_tensor_model_parallel_attributes(local, True, tensor_slice.dim, len(tensor_slice.groups))
             mark_slice(local, tensor_slice)
         setattr(module, name, local)
 
