@@ -35,7 +35,7 @@ STEPS = [
         (2, {"data_ranks": 2}),
         (2, {"micro_batch": 8, "vocab_size": 512, "pattern": "TA", "parallel": {"sequence": 2}}),
         (2, {"micro_batch": 8, "parallel": {"tensor": 2}}),
-        (8, {"layers": 2, "micro_batch": 2, "pattern": "DA", "tokens": 512, "data_ranks": 2,
+        (8, {"layers": 2, "micro_batch": 4, "vocab_size": 512, "pattern": "DA", "tokens": 512, "data_ranks": 2,
              "parallel": {"tensor": 2, "sequence": 2, "zero_stage": 2}}),
     ],
 )  # fmt: skip

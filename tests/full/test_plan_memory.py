@@ -47,7 +47,7 @@ DEEP = {"width": 512, "layers": 8, "heads": 8, "micro_batch": 1}
         (2, {**LONG, "pattern": "DA", "softmax": {"window": 256}, "parallel": {"sequence": 2}}),
         (1, {**LONG, "memory": BLOCKS}),
         (1, {**LONG, "memory": MLP_TILES}),
-        (1, {**LONG, "memory": {**BLOCKS, **MLP_TILES}}),
+        (1, {**LONG, "micro_batch": 4, "memory": {**BLOCKS, **MLP_TILES}}),
         (1, {"vocab_size": 512, "pattern": "A", **OTHER_FORMS}),
         (1, {**LONG, "pattern": "A", **OTHER_FORMS, "memory": {**BLOCKS, **MLP_TILES}}),
         (2, {**LONG, "pattern": "TA", "parallel": {"sequence": 2}, "memory": BLOCKS}),

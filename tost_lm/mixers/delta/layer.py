@@ -13,7 +13,7 @@ from torch.linalg import vector_norm
 from torch.nn.functional import rms_norm, silu, softplus
 
 from tost_lm.mixers.delta.fla import missing_in_training
-from tost_lm.mixers.delta.operator import delta_rule, delta_rule_step
+from tost_lm.mixers.delta.operator import FiniteDecay, delta_rule, delta_rule_step
 from tost_lm.mixers.delta.settings import CONV_TAPS, DeltaShape, DeltaSizes
 from tost_lm.mixers.layer import HeadSoftmax, TokenMixer
 from tost_lm.ops.initialization import InitialValue, Normal, set_own_constants
@@ -73,7 +73,8 @@ class DeltaMixer(TokenMixer):
         tokens, gate, beta, step = projected.split(self.sizes, -1)
         parts, K, heads = [2 * self.key_size, self.sizes[1]], self.key_size, (self.heads, self.value_size)
         xs = [x.flatten(-2) for x in tokens.split(parts, -1)]
-        weights = [x.flatten(0, 1) for x in self.conv.unflatten(0, (self.key_heads, -1)).split(parts, 1)]
+        conv = self.conv.to(statistics_dtype(self.conv))  # here, where a compiled graph casts it and its gradient
+        weights = [x.flatten(0, 1) for x in conv.unflatten(0, (self.key_heads, -1)).split(parts, 1)]
         (keys_BTE, value_BTE), taps = self.eager(conv_of, info, xs, weights, state.taps if state else None, True)
         query, key = keys_BTE.unflatten(-1, (self.key_heads, -1)).chunk(2, -1)
         log_decay, beta_BTH = self.rates(step.flatten(-2), beta.flatten(-2))
@@ -91,7 +92,7 @@ class DeltaMixer(TokenMixer):
         with torch.autocast(step.device.type, enabled=False):
             rate, step = -self.log_rate.to(dtype).exp(), softplus(step.to(dtype) + self.step_bias.to(dtype))
             log_decay = rate[:, None] * step.unflatten(-1, (self.heads, -1)) if self.of_channels else rate * step
-            return log_decay, self.strength * beta_BTH.to(dtype).sigmoid()
+            return FiniteDecay.apply(log_decay), self.strength * beta_BTH.to(dtype).sigmoid()
 
     def split_heads(self, ranks: int, softmax: HeadSoftmax) -> None:
         super().split_heads(ranks, softmax)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tost_lm.mixers.delta import chunked, fla
-from tost_lm.ops.affine import PassedGradient, affine_scan, initial_states
+from tost_lm.ops.affine import affine_scan, initial_states
 from tost_lm.ops.backends import Backend, choose
 from tost_lm.ops.layout import LocalDocuments, SequenceShard
 from tost_lm.ops.precision import running_dtype, statistics_dtype
@@ -39,7 +39,8 @@ def delta_rule(
     Args:
         query, key: [B, T, h, K]; with H > h, each serves H / h consecutive value heads.
         value: [B, T, H, V], any floating dtype.
-        log_decay: log α, [B, T, H], or of each key channel, [B, T, H, K] with H = h; at most 0; −∞ empties the state.
+        log_decay: log α, [B, T, H], or of each key channel, [B, T, H, K] with H = h; at most 0, and
+            above the logarithm of 0 (`FiniteDecay`).
         beta: [B, T, H], between 0 and 2.
         local: the documents of these tokens; each starts empty, or from its row of `initial_state`.
         initial_state: the states of N documents, [N, H, K, V]; None: empty.
@@ -58,7 +59,6 @@ def delta_rule(
         query, key, log_decay, beta = (
             x if statistics_dtype(x) == dtype else x.to(dtype) for x in (query, key, log_decay, beta)
         )
-        log_decay = PassedGradient.apply(_finite, log_decay)
         inputs = query, key, value, log_decay, beta
 
         def scan(before: Tensor | None, with_final: bool = True) -> tuple[Tensor, Any]:
@@ -106,9 +106,16 @@ def delta_rule_step(
     return y_NHV.to(value.dtype), state
 
 
-def _finite(log_decay: Tensor) -> Tensor:
-    """Numbers whose exponential is 0, as one near the largest of them: with −∞ or −1e38, the sums of a chunk would lose
-    the other decays. Gradients may pass, which stores nothing: those of a decay of 0 are 0."""
-    limits = torch.finfo(log_decay.dtype)
-    smallest = limits.tiny * limits.eps
-    return log_decay.clamp(min=math.log(smallest) - 1)
+class FiniteDecay(torch.autograd.Function):
+    """apply(log_decay): those whose exponential is 0, as a number near the largest of them: with −∞ or −1e38, the sums
+    of a chunk would lose the other decays. Gradients pass, which stores nothing: those of a decay of 0 are 0."""
+
+    @staticmethod
+    def forward(ctx, log_decay: Tensor) -> Tensor:
+        limits = torch.finfo(log_decay.dtype)
+        smallest = limits.tiny * limits.eps
+        return log_decay.clamp(min=math.log(smallest) - 1)
+
+    @staticmethod
+    def backward(ctx, d_log_decay: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return d_log_decay

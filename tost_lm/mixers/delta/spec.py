@@ -143,7 +143,8 @@ def _stored_bytes(sizes: DeltaSizes, load: Load) -> float:
         group_tokens = min(_group_tokens(sizes, load, _pieces(sizes, load)), load.tokens_here)
         maps = 4 * H * (K + V) + 4 * H * K * (K + V) / group_tokens
         maps += 0 if load.on_cpu else (e + 1) * h * K + H * (K + V + 10)
-    convolved = e * sizes.convolved * (2 - load.on_cpu + (CONV_TAPS - 1) / load.tokens_here)
+    weights = 4 * CONV_TAPS / load.tokens_here
+    convolved = sizes.convolved * (e * (2 - load.on_cpu + (CONV_TAPS - 1) / load.tokens_here) + weights)
     keys = (8 + (8 if load.on_cpu else 2 * e)) * h * K
     gated = 5 - load.shape.own.decay_per_channel
     return convolved + keys + (8 + gated * e) * H * V + 12 * H * (1 + _decays(load.shape)) + 16 * h + states + maps

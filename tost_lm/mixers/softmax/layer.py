@@ -29,6 +29,7 @@ from tost_lm.mixers.state import SharedState
 from tost_lm.ops.initialization import InitialValue, set_own_constants
 from tost_lm.ops.norms import ZeroCenteredRmsNorm
 from tost_lm.ops.positions import SequenceInfo, apply_rotary
+from tost_lm.ops.precision import statistics_dtype
 from tost_lm.ops.short_conv import conv_of
 
 AttentionState = KeyValueState | SharedState | KeyValueSlots
@@ -103,7 +104,8 @@ class SoftmaxMixer(TokenMixer):
             return projected_BTE, None
         queries, keys = self.head_size * self.heads, len(self.conv)
         q, k, v = projected_BTE.split([queries, keys, projected_BTE.shape[-1] - queries - keys], -1)
-        (k,), taps_NPE = self.eager(conv_of, info, [k], [self.conv], taps_NPE)
+        conv = self.conv.to(statistics_dtype(self.conv))  # here, where a compiled graph casts it and its gradient
+        (k,), taps_NPE = self.eager(conv_of, info, [k], [conv], taps_NPE)
         return torch.cat([q, k, v], -1), taps_NPE
 
     def _attend(

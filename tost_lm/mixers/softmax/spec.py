@@ -121,7 +121,7 @@ def _with_convolution(costs: Costs, sizes: SoftmaxSizes, load: Load) -> Costs:
     maps, none = (shift + taps, taps), (0.0, 0.0)  # of the tokens; gradients of states
     exchanged, grouped = (maps, none) if load.gathers else (none, maps)
     return costs._replace(
-        launches=costs.launches + 7,
+        launches=costs.launches + 8,
         stored=costs.stored + load.element_bytes * sizes.keys + taps / load.tokens_here,
         state=costs.state + taps,
         received=costs.received + load.received(exchanged[0], grouped[0]),

@@ -48,8 +48,8 @@ def causal_tssa(
     The backends agree in outputs, states and gradients:
         `triton`: fused kernels, for CUDA tensors in float32, bfloat16 or float16 of up to 64 heads of up to 256
             channels. The default for these when Triton is installed.
-        `chunked`: PyTorch, chunk by chunk, on every device and in every dtype. The default for everything else. On a
-            CPU it runs in the calling thread. Each packed document needs its own pass.
+        `chunked`: PyTorch, chunk by chunk, on every device and in every dtype. The default for everything else.
+            Each packed document needs its own pass.
     Both compute statistics, scores and memberships in float32 (float64 for float64 inputs), under autocast too.
 
     Args:

@@ -29,21 +29,26 @@ from tost_lm.sizes import CPU_CHUNK_ELEMENTS, DEVICE_CHUNK_ELEMENTS
 
 
 class Chunk:
-    """Tokens `tokens` of a document. The memory of its tensors is `scratch`, which all chunks reuse: allocating new
-    memory costs more time than the arithmetic."""
+    """Tokens `tokens` of a document. The memory of its tensors is `scratch`, by address, which all chunks reuse:
+    allocating new memory costs more time than the arithmetic."""
 
-    def __init__(self, index: int, start: int, end: int, inputs: Inputs, scratch: list[Tensor]):
+    def __init__(self, index: int, start: int, end: int, inputs: Inputs, scratch: dict[int, Tensor]):
         self.index, self.tokens, self.inputs = index, slice(start, end), inputs
-        self._scratch, self._used = scratch, 0
+        self._scratch, self._free = scratch, list(scratch)
 
     def new(self) -> Tensor:
-        """An uninitialised tensor [t, H, D] in the statistics dtype, valid until the next chunk."""
-        if self._used == len(self._scratch):
+        """An uninitialised tensor [t, H, D] in the statistics dtype, valid until `free` or the next chunk."""
+        if not self._free:
             w_MHD = self.inputs.w_MHD
             longest = min(self.inputs.layout.chunk_tokens, len(w_MHD))
-            self._scratch.append(w_MHD.new_empty(longest, *w_MHD.shape[1:], dtype=statistics_dtype(w_MHD)))
-        self._used += 1
-        return self._scratch[self._used - 1][: self.tokens.stop - self.tokens.start]
+            memory = w_MHD.new_empty(longest, *w_MHD.shape[1:], dtype=statistics_dtype(w_MHD))
+            self._scratch[memory.data_ptr()] = memory
+            self._free.append(memory.data_ptr())
+        return self._scratch[self._free.pop()][: self.tokens.stop - self.tokens.start]
+
+    def free(self, *tensors: Tensor) -> None:
+        """Tensors of `new` that nobody reads any more."""
+        self._free += [x.data_ptr() for x in tensors]
 
     def read(self, x_MHD: Tensor) -> Tensor:
         """The chunk's tokens in the statistics dtype; do not modify them."""
@@ -213,7 +218,7 @@ class _Running:
         self._before_K, self._sums_N = [[]] * len(inputs.layout.start_K), []
 
     def __iter__(self) -> Iterator[Chunk]:
-        scratch, layout = [], self._inputs.layout
+        scratch, layout = {}, self._inputs.layout
         starts, ends = layout.start_K.tolist(), layout.end_K.tolist()
         for document, (first, last) in enumerate(pairwise(layout.first_chunk_N1.tolist())):
             self._sums = self._zeros
@@ -290,7 +295,9 @@ def scores(chunk: Chunk, w_sq: Tensor, energy_before: Tensor) -> Tensor:
     energy = chunk.new().copy_(w_sq)
     running_sum_(energy, energy_before)
     _set_floor_(energy)
-    return chunk.inputs.temp_H * chunk.scores(torch.div(w_sq, energy, out=energy).sum(-1))
+    shares = torch.div(w_sq, energy, out=energy).sum(-1)
+    chunk.free(energy)
+    return chunk.inputs.temp_H * chunk.scores(shares)
 
 
 def write_output(
@@ -330,13 +337,17 @@ def output_gradients(chunk: Chunk, dy_MHD: Tensor, stored: Stored) -> OutputGrad
     dy_a = chunk.product(dy, mass[..., None]).div_(whole)
     dy_a_w = chunk.product(dy_a, w)
     q = chunk.product(dy_a_w, pi[..., None]).div_(whole)
-    return OutputGradients(w_sq, dy_a, dy_a_w, q, -weighted.mul_(q).sum(-1) / mass)
+    d_mass = -weighted.mul_(q).sum(-1) / mass
+    chunk.free(weighted, whole)
+    return OutputGradients(w_sq, dy_a, dy_a_w, q, d_mass)
 
 
 def membership_gradients(chunk: Chunk, out: OutputGradients, d_mass_after: Tensor) -> Tensor:
-    """dΠ [t, H], given R2 in place of its terms, and RN after the chunk."""
+    """dΠ [t, H], given R2 in place of its terms, and RN after the chunk. Frees dy·w·a."""
     d_mass = out.d_mass.flip(0).cumsum(0).flip(0) + d_mass_after
-    return (chunk.product(out.d_weighted, out.w_sq).sub_(out.dy_a_w).sum(-1) + d_mass).to(out.w_sq.dtype)
+    terms = chunk.product(out.d_weighted, out.w_sq).sub_(out.dy_a_w)
+    chunk.free(terms, out.dy_a_w)
+    return (terms.sum(-1) + d_mass).to(out.w_sq.dtype)
 
 
 class ScoreGradients(NamedTuple):

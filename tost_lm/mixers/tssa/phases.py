@@ -15,8 +15,7 @@ A backend is a module with the functions of `chunked`. Shapes: M = B·T tokens o
 head, N documents, K chunks (`Layout`). Statistics, scores and memberships are float32, or float64 for float64 inputs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -96,24 +95,6 @@ def carries(
     return [x[local.documents] + here for x, here in zip(outside_N, sums, strict=True)], totals
 
 
-@contextmanager
-def one_thread(device: torch.device) -> Iterator[None]:
-    """Run torch's CPU operations in the calling thread.
-
-    The passes in PyTorch consist of operations of 10 to 100 µs. Split over OpenMP threads, each one would end in a
-    barrier, and a barrier takes milliseconds once another process uses one of the cores (`benchmarks.operator`).
-    """
-    threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 class CausalTssa(torch.autograd.Function):
     """apply(backend, scan, layout, softmax, w_MHD, temp_H, bias_BHT, energy, …) → y, energy, …
 
@@ -125,11 +106,10 @@ class CausalTssa(torch.autograd.Function):
     @staticmethod
     def forward(ctx, backend: ModuleType, scan, layout: Layout, softmax, w_MHD, temp_H, bias_BHT, *initial):
         inputs = Inputs(w_MHD, layout, temp_H, bias_BHT, softmax)
-        with one_thread(w_MHD.device):
-            if scan is None:
-                y_MHD, stored, finals = backend.all_phases(inputs, initial)
-            else:
-                y_MHD, stored, finals = _in_phases(backend, scan, inputs, initial)
+        if scan is None:
+            y_MHD, stored, finals = backend.all_phases(inputs, initial)
+        else:
+            y_MHD, stored, finals = _in_phases(backend, scan, inputs, initial)
         ctx.save_for_backward(w_MHD, temp_H, bias_BHT, *stored)
         ctx.backend, ctx.scan, ctx.layout, ctx.softmax = backend, scan, layout, softmax
         return y_MHD, *finals
@@ -139,7 +119,7 @@ class CausalTssa(torch.autograd.Function):
     def backward(ctx, dy_MHD, *d_final):  # pyright: ignore[reportIncompatibleMethodOverride]
         w_MHD, temp_H, bias_BHT, *stored = ctx.saved_tensors
         inputs, stored = Inputs(w_MHD, ctx.layout, temp_H, bias_BHT, ctx.softmax), Stored(*stored)
-        with torch.autocast(w_MHD.device.type, enabled=False), one_thread(w_MHD.device):
+        with torch.autocast(w_MHD.device.type, enabled=False):
             in_phases = partial(_backward_in_phases, ctx.backend, ctx.scan)
             run = ctx.backend.all_phases_backward if ctx.scan is None else in_phases
             dw_MHD, d_z_MH, d_temp_H, d_initial = run(dy_MHD.contiguous(), inputs, stored, d_final)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tost_lm.mixers.delta import chunked, groups
-from tost_lm.mixers.delta.operator import delta_rule
+from tost_lm.mixers.delta.operator import FiniteDecay, delta_rule
 from tost_lm.ops.layout import LocalDocuments
 from tost_lm.testing import assert_as_accurate
 
@@ -69,7 +69,9 @@ def naive(*inputs: Tensor, local: LocalDocuments) -> tuple[Tensor, Tensor]:
 
 
 def in_chunks(*inputs: Tensor, local: LocalDocuments) -> tuple[Tensor, Tensor]:
-    y, final = delta_rule(*inputs[:5], local=local, initial_state=inputs[5], output_final_state=True)  # pyright: ignore[reportCallIssue]
+    query, key, value, log_decay, beta, state = inputs
+    log_decay = FiniteDecay.apply(log_decay)
+    y, final = delta_rule(query, key, value, log_decay, beta, local=local, initial_state=state, output_final_state=True)
     assert final is not None
     return y, final
 
