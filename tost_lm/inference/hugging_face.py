@@ -199,7 +199,7 @@ class HuggingFaceLM(nn.Module):
             tiles = zip(*(x.split(self._rows_per_tile(labels)) for x in (tokens_BT, labels)), strict=True)
             nats_BT, is_top_BT = map(torch.cat, zip(*(self._score(*tile) for tile in tiles), strict=True))
             return LMOutput(None, nats_BT, is_top_BT, None, lambda: self.model(tokens_BT, use_cache=False).logits)
-        last = self._continue(tokens_BT, state, 1)
+        last = self._continue(tokens_BT, state, 1 if labels is None else 0)
         after = LMState((last.past_key_values,), (end,) * rows)
 
         def whole_logits() -> Tensor:

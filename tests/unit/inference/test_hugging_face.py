@@ -75,8 +75,10 @@ def test_tiles_equal_the_whole_text_and_a_state_can_be_used_twice(make):
     for _ in range(2):
         more = model(tokens_BT[:, 15:], state=output.state)
         torch.testing.assert_close(more.logits, whole_BTV[:, 15:], rtol=1e-9, atol=1e-9)
-    labels_BT = tokens_BT.roll(-1, 1)[:, 15:]
+    labels_BT, calls = tokens_BT.roll(-1, 1)[:, 15:], []
+    model.model.register_forward_hook(lambda *_: calls.append(None))
     nats_BT = model(tokens_BT[:, 15:], labels_BT, output.state).nats
+    assert len(calls) == 1
     expected_BT = -torch.log_softmax(whole_BTV[:, 15:], -1).gather(2, labels_BT[..., None])[..., 0]
     torch.testing.assert_close(nats_BT, expected_BT, rtol=1e-9, atol=1e-9)
 
