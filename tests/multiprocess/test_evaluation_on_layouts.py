@@ -13,6 +13,7 @@ from tost_lm.inference.generation import LanguageModel, Sampling, generate
 from tost_lm.inference.likelihood import score_requests
 from tost_lm.inference.ranks import Ranks
 from tost_lm.inference.requests import disjoint_windows
+from tost_lm.mixers.delta.layer import DeltaState
 from tost_lm.model import LMOutput, LMState, TostLM
 from tost_lm.model.streaming import TokenStream, in_tiles, prefill
 from tost_lm.ops import cross_entropy
@@ -116,9 +117,12 @@ def assert_same_state(ours: LMState | None, whole: LMState | None, mesh: Mesh) -
     for layer, whole_layer in zip(ours.layers, whole.layers, strict=True):
         assert type(layer) is type(whole_layer)
         for name, x, whole_x in zip(layer._fields, layer, whole_layer, strict=True):
-            axis = 2 if name == "taps" else 1  # of the heads
-            expected = whole_x.chunk(mesh.tensor.size, axis)[mesh.tensor.rank] if whole_x.dim() > 1 else whole_x
-            assert_close(x, expected, 1e-10, f"{name} of the state")
+            axis, parts = 2 if name == "taps" else 1, [whole_x]  # of the heads
+            if isinstance(whole_layer, DeltaState) and name == "taps":  # queries and keys of all heads, then values
+                _, H, _, V = whole_layer.memory.shape
+                parts = whole_x.split([whole_x.shape[2] - H * V, H * V], axis)
+            here = [part.chunk(mesh.tensor.size, axis)[mesh.tensor.rank] for part in parts if part.dim() > 1]
+            assert_close(x, torch.cat(here, axis) if here else whole_x, 1e-10, f"{name} of the state")
 
 
 def evaluate_on(layouts: list[tuple[int, int]]) -> list[Tensor]:

