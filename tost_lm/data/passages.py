@@ -30,7 +30,7 @@ WORD = re.compile(r"[^\W\d_]{3,10}")
 LINE_CHARACTERS = 100
 """Longer lines are cut."""
 LINES, BEGINNING, SECRETS, MENTIONS = (1, 4), (1, 4), (2, 6), (3, 6)
-"""Fewest and most lines of text and words of the beginning, secrets of a passage, and mentions of each."""
+"""Fewest and most lines of text, words of the beginning, secrets of a passage, and mentions of each."""
 
 
 def passages(texts: Sequence[Sequence[str]], config: PassagesConfig) -> Iterator[str]:

@@ -282,5 +282,5 @@ def explained_rejection(path: Path, fix: str) -> Iterator[None]:
     """Errors of transformers about a file or folder, for which it has no class, become one line."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # each architecture raises its own errors
         raise CheckpointError(f"{path}: transformers rejects it: {first_line(error)}; {fix}") from None

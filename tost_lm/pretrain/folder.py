@@ -74,7 +74,10 @@ def log_end(
         how = f"stopped on {stop_reason} with everything saved; run the same command to resume"
     elif step < config.train.steps or not is_last_stage:
         stop_reason, how = "run.stop_at_step", "stopped at run.stop_at_step"
-    metrics.event(step, **({"kind": "stopped", "why": stop_reason} if stop_reason else {"kind": "done"}))
+    if stop_reason:
+        metrics.event(step, "stopped", why=stop_reason)
+    else:
+        metrics.event(step, "done")
     where = step_folder(config.run_folder, step)
     where = where if where.exists() else config.run_folder
     metrics.log(f"{how}: {where}")

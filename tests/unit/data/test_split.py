@@ -1,6 +1,5 @@
 """The split: by a hash of the text, or by the rows that nanoGPT draws."""
 
-import pyarrow
 import pytest
 
 from tost_lm.data.settings import CorpusConfig
@@ -35,14 +34,29 @@ def test_hash_split_depends_on_the_text_alone():
     assert [small.split_of(0, text) for text in ("", "tost", "😀", "document 3")] == ["valid"] * 4
 
 
-@pytest.mark.parametrize("rows", [2, 3, 1999, 2000, 2001, 8_013_769])
-def test_nanogpt_split_is_that_of_datasets(rows):
-    """As nanoGPT draws 4,007 rows of OpenWebText, which has 8,013,769."""
-    datasets = pytest.importorskip("datasets")
-    numbers = datasets.Dataset(pyarrow.table({"row": range(rows)}), fingerprint=f"rows-{rows}")
-    sides = numbers.train_test_split(test_size=0.0005, seed=2357, shuffle=True, keep_in_memory=True)
+def owt_rows(count: int) -> set[int]:
+    numpy = pytest.importorskip("numpy")
+    held_out = -(-count * 5 // 10_000)
+    return set(numpy.random.default_rng(2357).permutation(count)[:held_out].tolist())
+
+
+def test_nanogpt_split_has_its_4007_rows_of_openwebtext():
+    pytest.importorskip("datasets")
+    split = splitter(rows=8_013_769, split="nanogpt")
+    expected = owt_rows(8_013_769)
+    assert len(expected) == 4007
+    assert {split.split_of(row, "") for row in expected} == {"valid"}
+    some = range(0, 8_013_769, 20)
+    assert {row for row in some if split.split_of(row, "") == "valid"} == expected.intersection(some)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 1999, 2000, 2001, 100_000])
+def test_nanogpt_split_is_numpys_permutation(rows, capfd):
+    pytest.importorskip("datasets")
     split = splitter(rows=rows, split="nanogpt", valid_fraction=0.5)
-    assert {row for row in range(rows) if split.split_of(row, "x") == "valid"} == set(sides["test"]["row"])
+    assert {row for row in range(rows) if split.split_of(row, "x") == "valid"} == owt_rows(rows)
+    assert {split.split_of(row, "x") for row in range(rows)} == {"train", "valid"}
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("rows", [0, 1])

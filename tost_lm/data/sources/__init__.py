@@ -218,6 +218,7 @@ class Splitter:
 
         Raises:
             ConfigError: too few rows for split `nanogpt`.
+            DataError: split `nanogpt` without the package datasets.
         """
         self._valid_rows: frozenset[int] | None = None
         if corpus.split == "nanogpt":
@@ -238,8 +239,15 @@ class Splitter:
 
 
 def _nanogpt_rows(rows: int) -> frozenset[int]:
-    """The validation rows of nanoGPT, as `train_test_split` of the package datasets draws them."""
+    """The validation rows of nanoGPT, drawn by `datasets.Dataset.train_test_split` as nanoGPT calls it."""
     if rows < 2:
         raise ConfigError(f"corpus.split nanogpt: too few rows to divide: {rows}; set corpus.split=hash")
-    drawn = np.random.default_rng(NANOGPT_SEED).permutation(rows)
-    return frozenset(drawn[: math.ceil(NANOGPT_FRACTION * rows)].tolist())
+    try:
+        import datasets
+    except ImportError:
+        raise DataError("corpus.split nanogpt: needs the package datasets: pip install datasets") from None
+    import pyarrow
+
+    numbers = datasets.Dataset(pyarrow.table({"row": np.arange(rows)}), fingerprint=f"rows-{rows}")
+    sides = numbers.train_test_split(test_size=NANOGPT_FRACTION, seed=NANOGPT_SEED, shuffle=True, keep_in_memory=True)
+    return frozenset(sides["test"]["row"])

@@ -39,8 +39,8 @@ def delta_rule(
     Args:
         query, key: [B, T, h, K]; with H > h, each serves H / h consecutive value heads.
         value: [B, T, H, V], any floating dtype.
-        log_decay: log α, [B, T, H], or of each key channel, [B, T, H, K] with H = h; at most 0, and
-            above the logarithm of 0 (`FiniteDecay`).
+        log_decay: log α, [B, T, H], or of each key channel, [B, T, H, K] with H = h; at most 0. Where a
+            decay may be 0, `FiniteDecay` must have been applied.
         beta: [B, T, H], between 0 and 2.
         local: the documents of these tokens; each starts empty, or from its row of `initial_state`.
         initial_state: the states of N documents, [N, H, K, V]; None: empty.

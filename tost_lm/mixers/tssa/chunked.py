@@ -29,26 +29,25 @@ from tost_lm.sizes import CPU_CHUNK_ELEMENTS, DEVICE_CHUNK_ELEMENTS
 
 
 class Chunk:
-    """Tokens `tokens` of a document. The memory of its tensors is `scratch`, by address, which all chunks reuse:
-    allocating new memory costs more time than the arithmetic."""
+    """Tokens `tokens` of a document. The memory of its tensors is `scratch`, which all chunks reuse: allocating new
+    memory costs more time than the arithmetic."""
 
-    def __init__(self, index: int, start: int, end: int, inputs: Inputs, scratch: dict[int, Tensor]):
+    def __init__(self, index: int, start: int, end: int, inputs: Inputs, scratch: list[Tensor]):
         self.index, self.tokens, self.inputs = index, slice(start, end), inputs
-        self._scratch, self._free = scratch, list(scratch)
+        self._scratch, self._free = scratch, [x[: end - start] for x in scratch]
 
     def new(self) -> Tensor:
         """An uninitialised tensor [t, H, D] in the statistics dtype, valid until `free` or the next chunk."""
         if not self._free:
             w_MHD = self.inputs.w_MHD
             longest = min(self.inputs.layout.chunk_tokens, len(w_MHD))
-            memory = w_MHD.new_empty(longest, *w_MHD.shape[1:], dtype=statistics_dtype(w_MHD))
-            self._scratch[memory.data_ptr()] = memory
-            self._free.append(memory.data_ptr())
-        return self._scratch[self._free.pop()][: self.tokens.stop - self.tokens.start]
+            self._scratch.append(w_MHD.new_empty(longest, *w_MHD.shape[1:], dtype=statistics_dtype(w_MHD)))
+            self._free.append(self._scratch[-1][: self.tokens.stop - self.tokens.start])
+        return self._free.pop()
 
     def free(self, *tensors: Tensor) -> None:
-        """Tensors of `new` that nobody reads any more."""
-        self._free += [x.data_ptr() for x in tensors]
+        """Tensors of `new` that nobody reads any more, for other calls of `new`."""
+        self._free += tensors
 
     def read(self, x_MHD: Tensor) -> Tensor:
         """The chunk's tokens in the statistics dtype; do not modify them."""
@@ -218,7 +217,7 @@ class _Running:
         self._before_K, self._sums_N = [[]] * len(inputs.layout.start_K), []
 
     def __iter__(self) -> Iterator[Chunk]:
-        scratch, layout = {}, self._inputs.layout
+        scratch, layout = [], self._inputs.layout
         starts, ends = layout.start_K.tolist(), layout.end_K.tolist()
         for document, (first, last) in enumerate(pairwise(layout.first_chunk_N1.tolist())):
             self._sums = self._zeros
@@ -346,8 +345,9 @@ def membership_gradients(chunk: Chunk, out: OutputGradients, d_mass_after: Tenso
     """dΠ [t, H], given R2 in place of its terms, and RN after the chunk. Frees dy·w·a."""
     d_mass = out.d_mass.flip(0).cumsum(0).flip(0) + d_mass_after
     terms = chunk.product(out.d_weighted, out.w_sq).sub_(out.dy_a_w)
+    d_pi = (terms.sum(-1) + d_mass).to(out.w_sq.dtype)
     chunk.free(terms, out.dy_a_w)
-    return (terms.sum(-1) + d_mass).to(out.w_sq.dtype)
+    return d_pi
 
 
 class ScoreGradients(NamedTuple):

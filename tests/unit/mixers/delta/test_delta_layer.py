@@ -73,6 +73,24 @@ def test_a_decay_per_channel_is_the_layer_of_kimi_linear():
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("channels", [False, True])
+def test_decays_of_zero_among_others_equal_the_recurrent_form(channels: bool):
+    """Rates of 1e36 and steps between 1e-36 and 100: a token keeps the state or empties it."""
+    torch.manual_seed(0)
+    mixer = initialized(DeltaMixer(config_of({"decay_per_channel": channels}).shape_of("D"))).double()
+    nn.init.normal_(mixer.in_proj.weight)
+    nn.init.constant_(mixer.log_rate, 83)
+    nn.init.constant_(mixer.step_bias, -80)
+    x_BTC = torch.randn(1, 70, WIDTH, dtype=torch.float64)
+    x_BTC[:, ::3] *= 40
+    whole, info = (SequenceInfo.of(torch.zeros(1, tokens), None, None, None, True) for tokens in (70, 1))
+    state, one_by_one = None, []
+    for x_B1C in x_BTC.split(1, 1):
+        y_B1C, state = mixer(x_B1C, state, info)
+        one_by_one.append(y_B1C)
+    torch.testing.assert_close(mixer(x_BTC, None, whole)[0], torch.cat(one_by_one, 1), rtol=1e-9, atol=1e-9)
+
+
 def initialized(mixer: DeltaMixer) -> DeltaMixer:
     initialize(nn.ModuleDict({"mixer": mixer}), layers=1, std=0.02, seed=0)
     return mixer
