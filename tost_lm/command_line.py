@@ -35,9 +35,8 @@ from tost_lm.errors import ConfigError, TostError, printable
 from tost_lm.lifetime import end_with_output
 from tost_lm.redaction import redact_urls
 
-EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 75  # EX_TEMPFAIL: all state is saved, and the same command resumes
-EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_INTERRUPTED, EXIT_TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 ALONE_S = 5.0  # after it a rank prints an error that rank 0 has not printed
 
 
@@ -210,7 +209,7 @@ def _exit_with_lines(error: TostError) -> NoReturn:
         for line in str(error).splitlines():
             shown = printable(redact_urls(line))
             print(f"error: {f'rank {rank}: ' if alone else ''}{shown}", file=sys.stderr, flush=True)
-    sys.exit(EXIT_INTERRUPTED if error.interrupted else EXIT_BAD_INPUT)
+    sys.exit(error.exit_code)
 
 
 def _setting_lines(section: type[Section], prefix: str, without: Container[str] = ()) -> Iterator[str]:

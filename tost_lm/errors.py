@@ -21,6 +21,7 @@ def listed(names: Iterable[str]) -> str:
     return (shown[:200] + " …" if len(shown) > 200 or len(first) > 8 else shown) or "none"
 
 
+EXIT_BAD_INPUT = 2
 SHOWN = 100  # characters of a path in a file
 
 
@@ -53,8 +54,8 @@ class TostError(Exception):
 
     printed_here: bool | None = None
     """Whether this rank prints an error that all ranks raise; None: this rank may be the only one with the error."""
-    interrupted = False
-    """Ctrl-C on another rank is the cause: the program exits as after Ctrl-C."""
+    exit_code = EXIT_BAD_INPUT
+    """Of the program; another one if another rank ended by Ctrl-C or SIGTERM."""
 
 
 class ConfigError(TostError, ValueError):

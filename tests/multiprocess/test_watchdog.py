@@ -107,6 +107,7 @@ def rank_1_is_slow() -> None:
 
 
 LOST = "lost"
+ENDED = {rank_1_is_interrupted: 130, rank_1_is_terminated: 143}
 
 
 def watched(fault: Callable[[], None], notes: Path) -> None:
@@ -118,7 +119,7 @@ def watched(fault: Callable[[], None], notes: Path) -> None:
             all_meet()
             fault()
     except LostRankError as error:
-        (notes / str(dist.get_rank())).write_text(json.dumps([str(error), error.printed_here, error.interrupted]))
+        (notes / str(dist.get_rank())).write_text(json.dumps([str(error), error.printed_here, error.exit_code]))
         raise
 
 
@@ -135,7 +136,7 @@ def line_of(fault: Callable[[], None], notes: Path, raised_on: list[int], is_los
     (line,) = {line for line, *_ in raised.values()}
     assert "\n" not in line
     assert sum(printed_here for _, printed_here, _ in raised.values()) == 1
-    assert {interrupted for *_, interrupted in raised.values()} == {fault is rank_1_is_interrupted}
+    assert {code for *_, code in raised.values()} == {ENDED.get(fault, 2)}
     assert str(report.value).count(f"LostRankError: {line}\n") == len(raised_on)
     return line, str(report.value)
 

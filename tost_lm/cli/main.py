@@ -85,7 +85,7 @@ def purpose(source: Path) -> str:
 
 
 def refuse(command: str) -> NoReturn:
-    from tost_lm.command_line import EXIT_BAD_INPUT
+    from tost_lm.errors import EXIT_BAD_INPUT
 
     fix = "run tost --help"
     if near := get_close_matches(command, [*MODULES, "prepare", "eval"], n=1):

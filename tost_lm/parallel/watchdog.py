@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tost_lm.command_line import EXIT_INTERRUPTED, EXIT_STOPPED
+from tost_lm.command_line import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_TERMINATED
 from tost_lm.errors import LostRankError, TostError
 from tost_lm.files import regular_file
 from tost_lm.parallel import timeouts
@@ -32,6 +32,11 @@ from tost_lm.parallel.launch import record_lost_rank
 from tost_lm.parallel.timeouts import STORE_S, Timeouts
 from tost_lm.torch_internals import dump_flight_record, is_communication_error, new_store_connection
 
+ENDED = {
+    "exited: KeyboardInterrupt": EXIT_INTERRUPTED,
+    f"exited: SystemExit: {EXIT_TERMINATED}": EXIT_TERMINATED,
+}
+"""End of the line of a rank that a signal has ended → exit code of all ranks."""
 _instances = count()  # the store keeps the keys of earlier instances
 
 
@@ -246,7 +251,7 @@ def watch_ranks(
             return
         # torchrun sends SIGTERM 0.1 s after a death, before a rank that waits for a live one has noticed it.
         if on_terminate is None or (watchdog and watchdog.is_needed()):
-            sys.exit(128 + signal.SIGTERM)
+            sys.exit(EXIT_TERMINATED)
         on_terminate()
 
     if on_terminate or (watchdog and before is signal.SIG_DFL):
@@ -342,13 +347,13 @@ class _Watchdog:
             if self.error.printed_here:
                 print(f"error: {self.error}", file=sys.stderr, flush=True)
             dump_flight_record(timeouts.DUMP_S, timeouts.GIL_S)
-            os._exit(EXIT_INTERRUPTED if self.error.interrupted else 2)
+            os._exit(self.error.exit_code)
 
     def agree(self, cause: str) -> LostRankError:
         """Answer, ask for the line, and wait for it. `cause` is this rank's error."""
         try:
             error = LostRankError(self.poll(cause))
-            error.interrupted = str(error).endswith("exited: KeyboardInterrupt")
+            error.exit_code = next((ENDED[end] for end in ENDED if str(error).endswith(end)), error.exit_code)
             is_lost = not self.store.get("ended")
             printer = self.me if self.has_own_end else self.store.set_if_new("printer", self.me)
             if self.read(int(printer)).status != ANSWERS:

@@ -152,7 +152,7 @@ def test_errors_of_the_user(error: BaseException, code: int, said: str, capsys: 
 
 def test_ctrl_c_on_another_rank_has_the_exit_code_of_ctrl_c():
     error = LostRankError("rank 1 exited: KeyboardInterrupt")
-    error.interrupted = True
+    error.exit_code = 130
     assert run(fail(error), "runs/x") == 130
 
 
