@@ -45,12 +45,13 @@ Scorer = Callable[[Sequence[AskedText], int], list[Scores]]
 """(texts of one shape, tokens to generate) → the scores of each of their questions, of all texts together."""
 
 
-def model_scorer(model: LanguageModel, vocab_size: int, ranks: Ranks | None = None) -> Scorer:
+def model_scorer(model: LanguageModel, vocab_size: int, eot: int | None = None, ranks: Ranks | None = None) -> Scorer:
     """The scorer of a model in evaluation mode. It reads each text once, in tiles, and each question from the state
     after the text. It raises CheckpointError if a logit is not finite.
 
     Args:
         vocab_size: as in `chosen_ids`.
+        eot: id at which a generated text ends; None: each has as many tokens as it has room for.
         ranks: all of one copy of the model call the scorer; None: only this one.
     """
     each = (ranks or Ranks()).each
@@ -70,8 +71,13 @@ def model_scorer(model: LanguageModel, vocab_size: int, ranks: Ranks | None = No
         scores = [_score_option(model, output, option, vocab_size) for option in each(options)]
         nats_SO, top_share_SO = np.moveaxis(np.reshape(scores, (len(scores), 2, len(questions))), 0, -1)
         require_finite(model, nats_SO)
-        steps = list(each(chosen_ids(model, output, room, greedy, vocab_size)))
-        return Scores([*map(list, zip(*steps, strict=True))], nats_SO, top_share_SO)
+        generated = [list[int]() for _ in questions]
+        for ids in each(chosen_ids(model, output, room, greedy, vocab_size)):
+            for text, i in zip(generated, ids, strict=True):
+                text.append(i)
+            if all(eot in text for text in generated):
+                break
+        return Scores(generated, nats_SO, top_share_SO)
 
     return score
 

@@ -132,6 +132,18 @@ def test_scores_from_the_shared_state_equal_passes_over_all_tokens(
             assert scores.generated[i] == text[len(prompt) :]
 
 
+def test_generation_ends_with_the_last_text_of_a_batch(make_task, make_model, tokenizer):
+    task, length = make_task(), 300
+    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=length)
+    texts = [task.asked(length, sample) for sample in range(2)]
+    whole = model_scorer(model, tokenizer.vocab_size)(texts, task.room)[0].generated
+    eot = whole[1][1]
+    ends = max(text.index(eot) + 1 if eot in text else task.room for text in whole)
+    assert 1 < ends < task.room
+    short = model_scorer(model, tokenizer.vocab_size, eot)(texts, task.room)[0].generated
+    assert short == [text[:ends] for text in whole]
+
+
 def test_texts_of_one_shape_are_read_in_batches(make_task, tokenizer, monkeypatch):
     monkeypatch.setattr(answers, "TOKENS_AT_ONCE", 3 * 400)
     task, read = make_task(), []
