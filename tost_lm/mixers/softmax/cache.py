@@ -53,7 +53,8 @@ class KeyValueSlots(NamedTuple):
         slots = self.key.shape[2]
         index_NGSD = (position_N1 % slots)[:, None, :, None].expand_as(kv[0])
         for x, new in zip(self, kv, strict=True):
-            x.scatter_(2, index_NGSD, new)
+            bits = torch.int16 if x.element_size() == 2 else x.dtype  # CPUs scatter bfloat16 in a copy of all slots
+            x.view(bits).scatter_(2, index_NGSD, new.view(bits))
         return torch.arange(slots, device=position_N1.device) <= position_N1
 
 

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from tost_lm.config import validate
 from tost_lm.inference.decoding import decoder
+from tost_lm.mixers.softmax.cache import KeyValueSlots, KeyValueState
 from tost_lm.model import ModelConfig, TostLM
 
 VOCAB, LAYERS = 50, 2
@@ -45,6 +46,16 @@ def test_a_token_copies_no_keys(model: TostLM, lengths: tuple[int, ...]):
     with Largest() as copies:
         decode(ids(2, 1)[:, 0])
     assert copies.numbers < keys / 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_token_takes_its_slot_and_leaves_the_others(dtype: torch.dtype):
+    before, kv = (KeyValueState(*torch.randn(2, 2, 2, T, 4, dtype=dtype)) for T in (5, 1))
+    slots, kept = (KeyValueSlots.of(before, [5, 3], 8) for _ in range(2))
+    slots.add(torch.tensor([[5], [3]]), (kv.key, kv.value))
+    for x, old, new in zip(slots, kept, kv, strict=True):
+        old[[0, 1], :, [5, 3]] = new[:, :, 0]
+        assert torch.equal(x, old)
 
 
 def test_two_calls_that_continue_one_state_are_independent(model: TostLM):
