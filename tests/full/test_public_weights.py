@@ -114,6 +114,24 @@ def test_wikitext_and_lambada_have_the_scores_of_the_harness(folder: Path):
         assert found == pytest.approx(expected, rel=FLOAT32_REORDERED)
 
 
+def test_ruler_has_the_texts_and_scores_of_the_harness(folder: Path):
+    """Those of its own class for models of the Hugging Face library."""
+    pytest.importorskip("wonderwords", reason="run pip install 'lm_eval[ruler]'")
+    tasks = ["niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe"]
+    words = ["ruler.tokenizer=SmolLM2", "ruler.lengths=[1024]", "ruler.samples=2"]
+    run("tost eval", "ours", *(f"{task}@lm-eval" for task in tasks), *words, cwd=folder)
+    model = ["--model", "hf", "--model_args", "pretrained=SmolLM2,dtype=float32", "--device", "cpu", "--limit", "2"]
+    for task in tasks:
+        lengths = ["--metadata", '{"max_seq_lengths": [1024]}', "--output_path", task, "--log_samples"]
+        run("tost lm-eval", "run", *model, "--tasks", task, *lengths, cwd=folder)
+        (results,), (samples,) = ([*(folder / task).rglob(pattern)] for pattern in ("results_*.json", "*.jsonl"))
+        cell = json.loads((folder / f"ours/eval/{task}@lm-eval/lengths/00001024.json").read_text())
+        assert cell["found_share"] == json.loads(results.read_text())["results"][task]["1024,none"], task
+        said = [sample["resps"][0][0] for sample in read_rows(samples)]
+        assert [row["generated"] for row in cell["examples"]] == said, task
+        print(task, cell["found_share"])
+
+
 @needs_shared
 def test_a_needle_is_found_by_both_libraries(folder: Path):
     """One example for each of two lengths of the grid in docs/tutorials/evaluate_model.md."""

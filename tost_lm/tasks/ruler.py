@@ -7,9 +7,11 @@ a length do not depend on other lengths or tasks. Like there, no end of text sta
 
 import io
 import random
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from functools import cache, partial
 from importlib.util import find_spec
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from tost_lm.tasks.task import Family
 
 RANDOM_SEED, NUMPY_SEED = 0, 1234
 """Of the harness."""
+Prompt = tuple[str, tuple[str, ...]]
+"""A prompt and its references."""
 
 
 class RulerConfig(GridConfig):
@@ -56,26 +60,27 @@ class RulerQueries(Queries):
         ids = np.array(self.tokenizer.encode(prompt), np.int64)
         return AskedText(ids[:-1], (Question(ids[-1:], prompt[-100:], references),))
 
-    def _prompts(self, length: int) -> list[tuple[str, tuple[str, ...]]]:
-        """Prompts and references of a length."""
-        from lm_eval.tasks import TaskManager
-
-        metadata = {"tokenizer": self.settings.tokenizer, "max_seq_lengths": [length]}
-        states = random.getstate(), np.random.get_state()
-        random.seed(RANDOM_SEED)
-        np.random.seed(NUMPY_SEED)
+    def _prompts(self, length: int) -> list[Prompt]:
         try:
-            with redirect_stdout(io.StringIO()):
-                task: Any = TaskManager(metadata=metadata).load(self.task)["tasks"][self.task]
+            with ProcessPoolExecutor(1, get_context("spawn")) as process:
+                return process.submit(_make_prompts, self.task, self.settings.tokenizer, length).result()
         except Exception as error:  # those of the network and of several libraries
             raise DataError(f"{self.name}: the harness cannot make its texts: {first_line(error)}") from None
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-        return [
-            (task.fewshot_context(doc, 0, gen_prefix=task.doc_to_prefix(doc)), tuple(doc["outputs"]))
-            for doc in task.test_docs()
-        ]
+
+
+def _make_prompts(name: str, tokenizer: str, length: int) -> list[Prompt]:
+    """The prompts of a length; in a new process, since they depend on the modules and lengths that came before."""
+    from lm_eval.tasks import TaskManager
+
+    metadata = {"tokenizer": tokenizer, "max_seq_lengths": [length]}
+    random.seed(RANDOM_SEED)
+    np.random.seed(NUMPY_SEED)
+    with redirect_stdout(io.StringIO()):
+        task: Any = TaskManager(metadata=metadata).load(name)["tasks"][name]
+    return [
+        (task.fewshot_context(doc, 0, gen_prefix=task.doc_to_prefix(doc)), tuple(doc["outputs"]))
+        for doc in task.test_docs()
+    ]
 
 
 def _task(task: str, room: int, about: str) -> GridTask:
