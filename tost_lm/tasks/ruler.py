@@ -6,6 +6,7 @@ a length do not depend on other lengths or tasks. Like there, no end of text sta
 """
 
 import io
+import os
 import random
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tost_lm.errors import ConfigError, DataError, first_line, install_hint
+from tost_lm.lifetime import end_with_parent
 from tost_lm.tasks.grid import GridTask, section
 from tost_lm.tasks.queries import AskedText, GridConfig, Queries, QuerySource, Question
 from tost_lm.tasks.task import Family
@@ -62,7 +64,7 @@ class RulerQueries(Queries):
 
     def _prompts(self, length: int) -> list[Prompt]:
         try:
-            with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            with ProcessPoolExecutor(1, get_context("spawn"), end_with_parent, (os.getpid(),)) as process:
                 return process.submit(_make_prompts, self.task, self.settings.tokenizer, length).result()
         except Exception as error:  # those of the network and of several libraries
             raise DataError(f"{self.name}: the harness cannot make its texts: {first_line(error)}") from None
