@@ -134,7 +134,7 @@ def test_scores_from_the_shared_state_equal_passes_over_all_tokens(
 
 def test_generation_ends_with_the_last_text_of_a_batch(make_task, make_model, tokenizer):
     task, length = make_task(), 300
-    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=length)
+    model = make_model(vocab_size=tokenizer.vocab_size, max_positions=length).double()
     texts = [task.asked(length, sample) for sample in range(2)]
     whole = model_scorer(model, tokenizer.vocab_size)(texts, task.room)[0].generated
     eot = whole[1][1]
