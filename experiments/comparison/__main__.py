@@ -5,19 +5,21 @@
     python -m experiments.comparison comparison.recall=true
     python -m experiments.comparison comparison.tables=true
 
-With comparison.recall, it trains them to recall pairs instead (recall.py). A stopped training of text resumes, and a
-finished one is not repeated. Models have equally many parameters, within 0.5 %.
+With comparison.recall, it trains them to recall pairs instead (recall.py), at three learning rates. With
+comparison.rates='[1e-3, 2e-3]', models of text train at these. A stopped training of text resumes, and a finished one
+is not repeated. Models have equally many parameters, within 0.5 %.
 """
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 import tost_lm
 from experiments.commands import ROOT, run_tost
-from experiments.comparison.recall import MQAR, recall, without_attention
+from experiments.comparison.recall import MQAR, OPTIM, RATES, recall, without_attention
 from experiments.comparison.tables import tables
 from experiments.comparison.text import Texts, branch_sizes, losses, measures
 from tost_lm.command_line import run_program
@@ -43,6 +45,8 @@ class ComparisonSettings(Section):
     """The first seeds only."""
     recall: bool = False
     """Recall of pairs instead of text."""
+    rates: list[PositiveFloat] = Field(default_factory=list)
+    """Learning rates; empty: the recipe's for text, those of recall.py for recall."""
     tables: bool = False
     """Print the tables of the stored results of text."""
 
@@ -62,14 +66,16 @@ def main(_: Path | None, config: ComparisonConfig) -> None:
     if unknown := [name for name in settings.forms if name not in forms]:
         raise ConfigError(f"comparison.forms: {', '.join(unknown)}: choose from {', '.join(forms)}")
     names = settings.forms or list(forms)
-    run, task = (recall_run, "recall") if settings.recall else (text_run, "text")
-    for seed in range(max(forms[name]["seeds"] for name in names)):
+    run, task = (recall_run, "recall") if settings.recall else (text_run, "rates" if settings.rates else "text")
+    rates = settings.rates or (RATES if settings.recall else [None])
+    for seed, rate in product(range(max(forms[name]["seeds"] for name in names)), rates):
         for name in names:
-            path = RESULTS / task / f"{name}_{seed}.json"
+            path = RESULTS / task / (f"{name}_{seed}_{rate:g}.json" if rate else f"{name}_{seed}.json")
             if seed < min(forms[name]["seeds"], settings.seeds or seed + 1) and not path.is_file():
-                versions = {"form": name, "seed": seed, "commit": git_commit(), "tost_lm": VERSION}
-                words = with_equal_parameters(forms[name]["settings"])
-                write_atomically(path, json.dumps(versions | run(name, forms[name], words, seed), indent=1) + "\n")
+                of_rate = [f"optim.lr={rate:g}", f"optim.min_lr={rate / 10:g}"] if rate else []
+                words = [*with_equal_parameters(forms[name]["settings"]), *of_rate]
+                result = {"form": name, "seed": seed, "rate": rate, "commit": git_commit(), "tost_lm": VERSION}
+                write_atomically(path, json.dumps(result | run(path.stem, forms[name], words, seed), indent=1) + "\n")
 
 
 def stored(task: str) -> list[dict[str, Any]]:
@@ -80,14 +86,15 @@ def stored(task: str) -> list[dict[str, Any]]:
 
 def recall_run(name: str, _: dict[str, Any], words: list[str], seed: int) -> dict[str, Any]:
     """Train and measure a model that recalls pairs. Raises TrainingError: a loss is not finite."""
-    print(f"recall, {name}, seed {seed}", flush=True)
-    config = load_config(PretrainConfig, RECIPE, [*words, f"model.vocab_size={MQAR.vocab_size}"], from_user=True).model
-    return {"settings": words, "parameters": parameters(config).total, **recall(config, seed)}
+    print(f"recall, {name}", flush=True)
+    config = load_config(PretrainConfig, RECIPE, [*words, f"model.vocab_size={MQAR.vocab_size}"], from_user=True)
+    optim = OPTIM.model_copy(update={"lr": config.optim.lr, "min_lr": config.optim.min_lr})
+    return {"settings": words, "parameters": parameters(config.model).total, **recall(config.model, optim, seed)}
 
 
 def text_run(name: str, form: dict[str, Any], words: list[str], seed: int) -> dict[str, Any]:
     """Train and measure a model of text. Raises TostError if `tost train` fails."""
-    words = [*words, f"train.seed={seed}", f"run.name={name}_{seed}"]
+    words = [*words, f"train.seed={seed}", f"run.name={name}"]
     recipe = RECIPE
     if change := form.get("in_the_decay"):
         recipe = ROOT / "runs/comparison" / f"{name}.toml"

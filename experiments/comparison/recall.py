@@ -14,18 +14,18 @@ from tost_lm.model import ModelConfig, TostLM
 from tost_lm.optim.settings import OptimConfig
 
 MQAR = MqarConfig(pairs=16, seq_len=128, vocab_size=128)
-OPTIM = OptimConfig(lr=3e-3, min_lr=3e-4, warmup_steps=150, weight_decay=0.0)
+OPTIM, RATES = OptimConfig(warmup_steps=150, weight_decay=0.0), [1e-3, 3e-3, 1e-2]
 STEPS, BATCH = 1500, 32
 LENGTHS = 1, 4, 16
 """Multiples of the trained length; queries are at any distance with equal probability."""
 EXAMPLES = 250
 
 
-def recall(config: ModelConfig, seed: int) -> dict[str, Any]:
+def recall(config: ModelConfig, optim: OptimConfig, seed: int) -> dict[str, Any]:
     """Train a model; its accuracy by length, and that without the softmax layers' outputs if it has other layers."""
     since = time.perf_counter()
     model = draw_model(config, seed)
-    train(model, OPTIM, STEPS, loss_of_examples(model, MQAR, BATCH, seed))
+    train(model, optim, STEPS, loss_of_examples(model, MQAR, BATCH, seed))
     found = {"train_seconds": time.perf_counter() - since, "accuracy": by_length(model)}
     if zeroed := without_attention(model):
         found["without_attention"] = by_length(zeroed)

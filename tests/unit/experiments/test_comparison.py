@@ -67,10 +67,12 @@ def test_recall_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(program, "RESULTS", tmp_path)
     for name, value in (("STEPS", 2), ("BATCH", 2), ("EXAMPLES", 2), ("LENGTHS", (1, 2))):
         monkeypatch.setattr(recall, name, value)
-    settings = {"comparison": {"recall": True, "forms": ["olmo-hybrid", "delta"], "seeds": 1}}
+    settings = {"comparison": {"recall": True, "forms": ["olmo-hybrid", "delta"], "seeds": 1, "rates": [3e-3]}}
     config = validate(program.ComparisonConfig, settings, "")
     program.main(None, config)
-    hybrid, delta = (json.loads((tmp_path / f"recall/{name}_0.json").read_text()) for name in ("olmo-hybrid", "delta"))
+    hybrid, delta = (
+        json.loads((tmp_path / f"recall/{name}_0_0.003.json").read_text()) for name in ("olmo-hybrid", "delta")
+    )
     assert hybrid["parameters"] == pytest.approx(delta["parameters"], rel=0.005)
     assert hybrid["accuracy"].keys() == hybrid["without_attention"].keys() == {"1", "2"}
     assert "without_attention" not in delta
