@@ -21,12 +21,13 @@ import tost_lm
 from experiments.commands import ROOT, run_tost
 from experiments.comparison.recall import MQAR, OPTIM, RATES, recall, without_attention
 from experiments.comparison.tables import tables
-from experiments.comparison.text import Texts, branch_sizes, losses, measures
+from experiments.comparison.text import Texts, losses, measures
 from tost_lm.command_line import run_program
 from tost_lm.config import Section, load_config, read_toml
 from tost_lm.data.shards import Shards
 from tost_lm.errors import ConfigError
 from tost_lm.files import read_rows, write_atomically
+from tost_lm.inference.evaluated import read_result_file, results_path
 from tost_lm.model.flops import parameters
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.version import VERSION, git_commit
@@ -34,6 +35,11 @@ from tost_lm.version import VERSION, git_commit
 HERE = Path(__file__).parent
 RECIPE, FORMS, RESULTS = HERE / "recipe.toml", HERE / "forms.toml", ROOT / "results/comparison"
 HIDDEN_UNIT = 2
+NEEDLES = (
+    "needle", "needle.keys=8", "needle.samples=100", "needle.lengths=[512, 1024, 4096]",
+    "heldout.shards=runs/comparison/shards",
+)  # fmt: skip
+"""Five questions of each text; of models that trained on recall passages too."""
 
 
 class ComparisonSettings(Section):
@@ -62,7 +68,7 @@ def main(_: Path | None, config: ComparisonConfig) -> None:
     if settings.tables:
         print(tables(stored("text")))
         return
-    forms = read_toml(FORMS)
+    forms = read_forms()
     if unknown := [name for name in settings.forms if name not in forms]:
         raise ConfigError(f"comparison.forms: {', '.join(unknown)}: choose from {', '.join(forms)}")
     names = settings.forms or list(forms)
@@ -80,7 +86,7 @@ def main(_: Path | None, config: ComparisonConfig) -> None:
 
 def stored(task: str) -> list[dict[str, Any]]:
     """All results, in the order of forms.toml."""
-    found, forms = [json.loads(path.read_text()) for path in (RESULTS / task).glob("*.json")], list(read_toml(FORMS))
+    found, forms = [json.loads(path.read_text()) for path in (RESULTS / task).glob("*.json")], list(read_forms())
     return sorted(found, key=lambda result: (forms.index(result["form"]), result["seed"]))
 
 
@@ -95,21 +101,31 @@ def recall_run(name: str, _: dict[str, Any], words: list[str], seed: int) -> dic
 def text_run(name: str, form: dict[str, Any], words: list[str], seed: int) -> dict[str, Any]:
     """Train and measure a model of text. Raises TostError if `tost train` fails."""
     words = [*words, f"train.seed={seed}", f"run.name={name}"]
-    recipe = RECIPE
-    if change := form.get("in_the_decay"):
-        recipe = ROOT / "runs/comparison" / f"{name}.toml"
-        write_atomically(recipe, RECIPE.read_text() + change + "\n")
-    command = ["tost", "train", str(recipe.relative_to(ROOT)), *words]
+    if start := form.get("continues"):
+        words.append(f"train.branch_from=runs/comparison/{start}_{seed}/checkpoints/step_00002930")
+    command = ["tost", "train", str(RECIPE.relative_to(ROOT)), *words]
     run_tost(*command[1:])
-    config = load_config(PretrainConfig, recipe, words, from_user=True)
+    config = load_config(PretrainConfig, RECIPE, words, from_user=True)
     model = tost_lm.load(config.run_folder)
     texts = Texts.of(Shards.open(next(iter(config.data.folders))))
     count, seconds = parameters(config.model).total, read_rows(config.run_folder / "metrics.jsonl")[-1]["seconds"]
     found = measures(model, texts, config.train.seq_len)
-    found["branches"] = branch_sizes(model, texts, config.train.seq_len)
     if zeroed := without_attention(model):
         found["loss_without_attention"] = losses(zeroed, texts).mean(1).tolist()
+    if config.data.mixture:
+        run_tost("eval", str(config.run_folder), *NEEDLES)
+        cells = (read_result_file(results_path(config.run_folder, "needle@keys")) or {})["cells"]
+        found["needle"] = {str(cell["length"]): [[cell["choice_accuracy"]]] for cell in cells}
     return {"command": command, "parameters": count, "train_seconds": seconds, **found}
+
+
+def read_forms() -> dict[str, dict[str, Any]]:
+    """forms.toml: each form with what it takes from the one that it extends or continues, whose settings precede."""
+    forms: dict[str, dict[str, Any]] = {}
+    for name, form in read_toml(FORMS).items():
+        base = forms.get(form.get("extends") or form.get("continues"), {"settings": []})
+        forms[name] = {**base, **form, "settings": [*base["settings"], *form["settings"]]}
+    return forms
 
 
 def with_equal_parameters(words: list[str]) -> list[str]:

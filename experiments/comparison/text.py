@@ -17,7 +17,6 @@ from torch.nn.functional import cross_entropy
 
 from tost_lm.data.shards import Shards
 from tost_lm.model import TostLM
-from tost_lm.model.block import Block
 
 STREAM, STREAMS = 8192, 64
 PASSAGE, PASSAGES = 128, 128
@@ -122,28 +121,6 @@ def measures(model: TostLM, texts: Texts, T: int) -> dict[str, Any]:
 def losses(model: TostLM, texts: Texts) -> Tensor:
     """Nats of each token of each stream, [STREAMS, STREAM]."""
     return torch.cat([nats_of(model, row[None]) for row in torch.from_numpy(texts.streams)])
-
-
-@torch.inference_mode()
-def branch_sizes(model: TostLM, texts: Texts, T: int) -> list[dict[str, Any]]:
-    """Of each block its letter and root mean squares: of the residual stream before it, and of what its mixer and its
-    MLP add. The later T tokens of the streams."""
-    found = [{"letter": letter} for letter in model.config.letters]
-
-    def record(of_block: dict[str, Any], name: str, x_BTC: Tensor) -> None:
-        of_block[name] = float(x_BTC.square().mean().sqrt())
-
-    hooks = []
-    for block, sizes in zip(model.blocks, found, strict=True):
-        assert isinstance(block, Block)
-        hooks.append(block.register_forward_pre_hook(lambda _, x, sizes=sizes: record(sizes, "stream", x[0])))
-        for name in ("mixer", "mlp"):
-            scale = getattr(block, f"{name}_scale")  # its output is added to the stream
-            hooks.append(scale.register_forward_hook(lambda *x, sizes=sizes, name=name: record(sizes, name, x[2])))
-    model(torch.from_numpy(texts.streams[:, -T:]), output_state=False)
-    for hook in hooks:
-        hook.remove()
-    return found
 
 
 def gains_of_rare_words(model: TostLM, texts: Texts, nats: Tensor) -> dict[str, list[list[float]]]:

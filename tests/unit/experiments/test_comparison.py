@@ -102,21 +102,3 @@ def test_differences_are_paired_by_seed_and_by_book():
     assert sum(line.startswith("| short |") for line in lines) == 1, "only among the means"
     of_seeds, of_books = (12.706 * std / 2**0.5 for std in (2**0.5, 3 / 2**0.5))
     assert f"| ours | – | +3.000 ± {of_seeds:.3f} ({of_books:.3f}) | – |" in lines[-1]
-
-
-@pytest.mark.parametrize("norm_after", ["", "A"])
-@pytest.mark.parametrize(("silent", "other"), [("mixer", "mlp"), ("mlp", "mixer")])
-def test_what_branches_add_to_the_residual_stream(norm_after: str, silent: str, other: str):
-    torch.manual_seed(0)
-    shape = {**SHAPE, "layers": 2, "layer_scale": 0.0, "norm": "rms", "softmax": {"rope_theta": 0.0}}
-    model = TostLM(validate(ModelConfig, {**shape, "pattern": "A", "norm_after": norm_after}, "")).eval()
-    torch.nn.init.zeros_(model.get_parameter(f"blocks.0.{silent}.out_proj.weight"))
-    texts = Texts(np.random.default_rng(0).integers(8, size=(3, 33)), [0] * 3, [[]] * 3)
-    streams = []
-    for block in model.blocks:
-        block.register_forward_pre_hook(lambda _, x: streams.append(x[0]))
-    first, second = text.branch_sizes(model, texts, 16)
-    size = lambda x_BTC: pytest.approx(float(x_BTC.detach().square().mean().sqrt()))
-    assert (first["letter"], first[silent], first[other]) == ("A", 0.0, size(streams[1] - streams[0]))
-    assert [first["stream"], second["stream"]] == [size(x_BTC) for x_BTC in streams]
-    assert len(model.blocks[0]._forward_pre_hooks) == 1
