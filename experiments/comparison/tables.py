@@ -14,12 +14,14 @@ COMPARED = ("windows", "loss", "far", "copy")
 MEASURES = (*COMPARED, "rare 2k-8k", "loss_without_attention")
 
 
+OF_PASSAGES = ("windows", "loss", "far", "copy", "needle 512", "needle 1024", "needle 4096")
+
+
 def tables(results: Sequence[dict[str, Any]]) -> str:
-    """Means, and paired differences to the form that is stored first; 95 % t-intervals over seeds, and over books."""
-    forms = dict.fromkeys(result["form"] for result in results)
-    by_seed = {form: {one["seed"]: one for one in results if one["form"] == form} for form in forms}
-    means = [(form, str(len(of)), *(_mean(measure, of) for measure in MEASURES)) for form, of in by_seed.items()]
-    parts = [table(("form", "seeds", *MEASURES), means)]
+    """Means, and paired differences to the form that is stored first; 95 % t-intervals over seeds, and over books.
+    Means of models that were asked for needles follow."""
+    by_seed = _by_form([one for one in results if "needle" not in one])
+    parts = [_means(by_seed, MEASURES)]
     first, *others = by_seed
     differences = [
         (form, *(_difference(measure, by_seed[form], by_seed[first]) for measure in COMPARED)) for form in others
@@ -27,7 +29,19 @@ def tables(results: Sequence[dict[str, Any]]) -> str:
     if others:
         measured = [row for row in differences if set(row[1:]) != {"–"}]
         parts += [f"Minus {first}:", table(("form", *COMPARED), measured)]
+    if asked := _by_form([one for one in results if "needle" in one]):
+        parts += ["With recall passages:", _means(asked, OF_PASSAGES)]
     return "\n\n".join(parts)
+
+
+def _by_form(results: Sequence[dict[str, Any]]) -> dict[str, dict[int, Any]]:
+    forms = dict.fromkeys(result["form"] for result in results)
+    return {form: {one["seed"]: one for one in results if one["form"] == form} for form in forms}
+
+
+def _means(by_form: dict[str, dict[int, Any]], measures: Sequence[str]) -> str:
+    rows = [(form, str(len(of)), *(_mean(measure, of) for measure in measures)) for form, of in by_form.items()]
+    return table(("form", "seeds", *measures), rows)
 
 
 def _values(measure: str, result: dict[str, Any]) -> list[tuple[int, float]] | None:

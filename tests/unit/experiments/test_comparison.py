@@ -98,7 +98,11 @@ def test_differences_are_paired_by_seed_and_by_book():
         for form, ours in (("theirs", 0), ("ours", 1)) for seed in (0, 1, *[2] * (not ours))
     ]  # fmt: skip
     short = {"form": "short", "seed": 0, "books": [4], "windows": [3.0]}
-    lines = tables.tables([*results, short]).splitlines()
+    asked = {"form": "asked", "seed": 0, "books": [4, 4], "loss": [1.0, 2.0]}
+    asked["needle"] = {"512": [[0.25]], "1024": [[0.5]], "4096": [[0.125]]}
+    lines, _, of_asked = tables.tables([*results, short, asked]).partition("\n\nWith recall passages:\n\n")
+    assert of_asked.splitlines()[-1] == "| asked | 1 | – | 1.500 | – | – | 0.250 | 0.500 | 0.125 |"
+    lines = lines.splitlines()
     assert sum(line.startswith("| short |") for line in lines) == 1, "only among the means"
     of_seeds, of_books = (12.706 * std / 2**0.5 for std in (2**0.5, 3 / 2**0.5))
     assert f"| ours | – | +3.000 ± {of_seeds:.3f} ({of_books:.3f}) | – |" in lines[-1]
