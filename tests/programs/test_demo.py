@@ -59,8 +59,8 @@ def test_the_model_that_trained_on_passages_finds_needles():
     for the weights that other processors train to. A guess among a control's six candidates is right once in six."""
     results = json.loads((CHECKOUT / "runs/recall/eval/needle@keys/results.json").read_text())
     scores = {cell["length"]: cell for cell in results["cells"]}
-    assert scores[256]["choice_accuracy"] >= 0.8
-    assert scores[1024]["choice_accuracy"] >= 0.65
+    assert scores[256]["choice_accuracy"] >= 0.7
+    assert scores[1024]["choice_accuracy"] >= 0.55
     assert "needle@keys" in (CHECKOUT / "runs/recall/report.html").read_text()
     assert all(scores[length]["control_choice_accuracy"] < 0.3 for length in (256, 1024, 4096))
 
