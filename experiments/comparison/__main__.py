@@ -123,7 +123,7 @@ def read_forms() -> dict[str, dict[str, Any]]:
     """forms.toml: each form with what it takes from the one that it extends or continues, whose settings precede."""
     forms: dict[str, dict[str, Any]] = {}
     for name, form in read_toml(FORMS).items():
-        base = forms.get(form.get("extends") or form.get("continues"), {"settings": []})
+        base = next((forms[form[key]] for key in ("extends", "continues") if key in form), {"settings": []})
         forms[name] = {**base, **form, "settings": [*base["settings"], *form["settings"]]}
     return forms
 

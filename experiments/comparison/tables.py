@@ -12,8 +12,6 @@ T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2
 COMPARED = ("windows", "loss", "far", "copy")
 """Those whose differences rank forms by the rules in docs/experiments.md."""
 MEASURES = (*COMPARED, "rare 2k-8k", "loss_without_attention")
-
-
 OF_PASSAGES = ("windows", "loss", "far", "copy", "needle 512", "needle 1024", "needle 4096")
 
 
