@@ -28,7 +28,10 @@ def tables(results: Sequence[dict[str, Any]]) -> str:
         measured = [row for row in differences if set(row[1:]) != {"–"}]
         parts += [f"Minus {first}:", table(("form", *COMPARED), measured)]
     if asked := _by_form([one for one in results if "needle" in one]):
-        parts += ["With recall passages:", _means(asked, OF_PASSAGES)]
+        parts += [
+            "With recall passages; needle N is the share of eight keys that are found in N tokens:",
+            _means(asked, OF_PASSAGES),
+        ]
     return "\n\n".join(parts)
 
 
