@@ -81,6 +81,16 @@ def test_recall_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert capsys.readouterr().out == ""
 
 
+def test_a_form_has_the_settings_of_those_that_it_extends_and_continues():
+    forms = program.read_forms()
+    keys, dropped = forms["qwen3-5-keys"]["settings"], forms["qwen3-5-keys-4096-dropped"]
+    assert dropped["continues"] == "qwen3-5-keys-passages"
+    assert "continues" not in forms["qwen3-5-keys-passages"]
+    assert keys == [*forms["qwen3-5"]["settings"], "model.softmax.conv=true"]
+    assert dropped["settings"][: len(keys)] == keys
+    assert dropped["settings"][-1] == "model.softmax.rope_theta=0.0"
+
+
 def test_zeroed_attention_takes_no_part():
     model = TostLM(validate(ModelConfig, {**SHAPE, "layers": 2, "pattern": "DA"}, ""))
     tokens_BT = torch.randint(8, (2, 16))
