@@ -29,16 +29,18 @@ import numpy as np
 import torch
 from pydantic import Field, NonNegativeInt, ValidationError, model_validator
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
-from experiments.training import train
 from tost_lm.command_line import run_program
 from tost_lm.config import Section
+from tost_lm.errors import TrainingError
 from tost_lm.files import require_writable
 from tost_lm.inference.evaluated import pick_device, read_result_file, results_path, write_result_file
 from tost_lm.markdown import table
 from tost_lm.model import ModelConfig, TostLM
 from tost_lm.ops.cross_entropy import IGNORED_LABEL
-from tost_lm.optim.settings import OptimConfig, obstacle_to_schedule
+from tost_lm.optim.interface import optimizer_of
+from tost_lm.optim.settings import OptimConfig, learning_rate, obstacle_to_schedule
 from tost_lm.version import VERSION
 
 
@@ -240,6 +242,22 @@ def loss_of_examples(model: nn.Module, config: MqarConfig, batch_size: int, seed
         return model(tokens_BT, labels=labels_BT, output_state=False).loss
 
     return loss_of
+
+
+def train(model: nn.Module, optim: OptimConfig, steps: int, loss_of: Callable[[int], Tensor]) -> None:
+    """Minimize `loss_of(step)`. Raises TrainingError: a loss is not finite."""
+    optimizer = optimizer_of(optim).build(model, optim)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps, optim)
+        loss = loss_of(step)
+        loss.backward()
+        if optim.grad_clip:
+            clip_grad_norm_(model.parameters(), optim.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not math.isfinite(value := loss.item()):
+            raise TrainingError(f"the loss is {value} after {step + 1} steps; lower the learning rate")
 
 
 @torch.inference_mode()

@@ -2,12 +2,10 @@
 
     tost prepare tokenizer corpus.source=BOOKS …      (docs/experiments.md has the commands)
     python -m experiments.comparison [comparison.forms='["qwen3-5"]'] [comparison.seeds=1]
-    python -m experiments.comparison comparison.recall=true
     python -m experiments.comparison comparison.tables=true
 
-With comparison.recall, it trains them to recall pairs instead (recall.py), at three learning rates. With
-comparison.rates='[1e-3, 2e-3]', models of text train at these. A stopped training of text resumes, and a finished one
-is not repeated. Models have equally many parameters, within 0.5 %.
+With comparison.rates='[1e-3, 2e-3]', models train at these. A stopped training resumes, and a finished one is not
+repeated. Models have equally many parameters, within 0.5 %.
 """
 
 import json
@@ -19,9 +17,8 @@ from pydantic import Field, PositiveFloat
 
 import tost_lm
 from experiments.commands import ROOT, run_tost
-from experiments.comparison.recall import MQAR, OPTIM, RATES, recall, without_attention
 from experiments.comparison.tables import tables
-from experiments.comparison.text import Texts, losses, measures
+from experiments.comparison.text import Texts, losses, measures, without_attention
 from tost_lm.command_line import run_program
 from tost_lm.config import Section, load_config, read_toml
 from tost_lm.data.shards import Shards
@@ -49,12 +46,10 @@ class ComparisonSettings(Section):
     """Names of forms.toml; empty: all, seed by seed."""
     seeds: int | None = Field(default=None, gt=0)
     """The first seeds only."""
-    recall: bool = False
-    """Recall of pairs instead of text."""
     rates: list[PositiveFloat] = Field(default_factory=list)
-    """Learning rates; empty: the recipe's for text, those of recall.py for recall."""
+    """Learning rates; empty: the recipe's."""
     tables: bool = False
-    """Print the tables of the stored results of text."""
+    """Print the tables of the stored results."""
 
 
 class ComparisonConfig(Section):
@@ -72,11 +67,10 @@ def main(_: Path | None, config: ComparisonConfig) -> None:
     if unknown := [name for name in settings.forms if name not in forms]:
         raise ConfigError(f"comparison.forms: {', '.join(unknown)}: choose from {', '.join(forms)}")
     names = settings.forms or list(forms)
-    run, task = (recall_run, "recall") if settings.recall else (text_run, "rates" if settings.rates else "text")
-    rates = settings.rates or (RATES if settings.recall else [None])
+    folder, rates = (RESULTS / "rates", settings.rates) if settings.rates else (RESULTS / "text", [None])
     for seed, rate in product(range(max(forms[name]["seeds"] for name in names)), rates):
         for name in names:
-            path = RESULTS / task / (f"{name}_{seed}_{rate:g}.json" if rate else f"{name}_{seed}.json")
+            path = folder / (f"{name}_{seed}_{rate:g}.json" if rate else f"{name}_{seed}.json")
             if seed < min(forms[name]["seeds"], settings.seeds or seed + 1) and not path.is_file():
                 of_rate = [f"optim.lr={rate:g}", f"optim.min_lr={rate / 10:g}"] if rate else []
                 words = [*with_equal_parameters(forms[name]["settings"]), *of_rate]
@@ -90,16 +84,8 @@ def stored(task: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda result: (forms.index(result["form"]), result["seed"]))
 
 
-def recall_run(name: str, _: dict[str, Any], words: list[str], seed: int) -> dict[str, Any]:
-    """Train and measure a model that recalls pairs. Raises TrainingError: a loss is not finite."""
-    print(f"recall, {name}", flush=True)
-    config = load_config(PretrainConfig, RECIPE, [*words, f"model.vocab_size={MQAR.vocab_size}"], from_user=True)
-    optim = OPTIM.model_copy(update={"lr": config.optim.lr, "min_lr": config.optim.min_lr})
-    return {"settings": words, "parameters": parameters(config.model).total, **recall(config.model, optim, seed)}
-
-
-def text_run(name: str, form: dict[str, Any], words: list[str], seed: int) -> dict[str, Any]:
-    """Train and measure a model of text. Raises TostError if `tost train` fails."""
+def run(name: str, form: dict[str, Any], words: list[str], seed: int) -> dict[str, Any]:
+    """Train and measure a model. Raises TostError if `tost train` fails."""
     words = [*words, f"train.seed={seed}", f"run.name={name}"]
     if start := form.get("continues"):
         words.append(f"train.branch_from=runs/comparison/{start}_{seed}/checkpoints/step_00002930")

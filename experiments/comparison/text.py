@@ -6,6 +6,7 @@ Streams are parts of books, of 8,192 tokens; T is the trained length.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tost_lm.data.shards import Shards
+from tost_lm.mixers.layer import TokenMixer
+from tost_lm.mixers.softmax.layer import SoftmaxMixer
 from tost_lm.model import TostLM
 
 STREAM, STREAMS = 8192, 64
@@ -152,3 +155,14 @@ def prefix_states(model: TostLM, stream: np.ndarray) -> list[Any]:
 def nats_of(model: TostLM, rows: Tensor) -> Tensor:
     """Nats of the tokens rows[:, 1:]."""
     return cross_entropy(model(rows[:, :-1], output_state=False).logits.mT, rows[:, 1:], reduction="none")
+
+
+@torch.no_grad()
+def without_attention(model: TostLM) -> TostLM | None:
+    """A copy whose softmax layers add nothing. None: there are none, or no others."""
+    copied = deepcopy(model)
+    mixers = [mixer for mixer in copied.modules() if isinstance(mixer, TokenMixer)]
+    of_softmax = [mixer for mixer in mixers if isinstance(mixer, SoftmaxMixer)]
+    for mixer in of_softmax:
+        mixer.out_proj.weight.zero_()
+    return copied if 0 < len(of_softmax) < len(mixers) else None

@@ -1,8 +1,6 @@
 """The comparison of shipped layers: its control conforms, and its measures are those of their definitions."""
 
-import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 import torch
 
 from experiments.comparison import __main__ as program
-from experiments.comparison import recall, tables, text
+from experiments.comparison import tables, text
 from experiments.comparison.text import Occurrence, Texts, measures, rare_words, words
 from tost_lm.config import validate
 from tost_lm.model import ModelConfig, TostLM
@@ -62,25 +60,6 @@ def test_a_model_without_memory_gains_nothing(monkeypatch: pytest.MonkeyPatch):
     assert min(gains[0]) > 1e-5
 
 
-@pytest.mark.usefixtures("convolution")
-def test_recall_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(program, "RESULTS", tmp_path)
-    for name, value in (("STEPS", 2), ("BATCH", 2), ("EXAMPLES", 2), ("LENGTHS", (1, 2))):
-        monkeypatch.setattr(recall, name, value)
-    settings = {"comparison": {"recall": True, "forms": ["olmo-hybrid", "delta"], "seeds": 1, "rates": [3e-3]}}
-    config = validate(program.ComparisonConfig, settings, "")
-    program.main(None, config)
-    hybrid, delta = (
-        json.loads((tmp_path / f"recall/{name}_0_0.003.json").read_text()) for name in ("olmo-hybrid", "delta")
-    )
-    assert hybrid["parameters"] == pytest.approx(delta["parameters"], rel=0.005)
-    assert hybrid["accuracy"].keys() == hybrid["without_attention"].keys() == {"1", "2"}
-    assert "without_attention" not in delta
-    assert capsys.readouterr().out.count("recall, ") == 2
-    program.main(None, config)
-    assert capsys.readouterr().out == ""
-
-
 def test_a_form_has_the_settings_of_those_that_it_extends_and_continues():
     forms = program.read_forms()
     keys, dropped = forms["qwen3-5-keys"]["settings"], forms["qwen3-5-keys-4096-dropped"]
@@ -94,7 +73,7 @@ def test_a_form_has_the_settings_of_those_that_it_extends_and_continues():
 def test_zeroed_attention_takes_no_part():
     model = TostLM(validate(ModelConfig, {**SHAPE, "layers": 2, "pattern": "DA"}, ""))
     tokens_BT = torch.randint(8, (2, 16))
-    zeroed = lambda: recall.without_attention(model) or pytest.fail("it has both kinds of layers")
+    zeroed = lambda: text.without_attention(model) or pytest.fail("it has both kinds of layers")
     logits_BTV = zeroed()(tokens_BT).logits
     assert not torch.equal(logits_BTV, model(tokens_BT).logits)
     torch.nn.init.normal_(model.get_parameter("blocks.1.mixer.in_proj.weight"))

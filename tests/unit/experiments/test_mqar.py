@@ -22,8 +22,8 @@ from experiments.mqar import (
     measure,
     recall_table,
     slot_weights,
+    train,
 )
-from experiments.training import train
 from tost_lm.config import validate
 from tost_lm.errors import ConfigError, TrainingError
 from tost_lm.model import TostLM
