@@ -1,4 +1,4 @@
-"""The read of a batch does not return: the run ends with the reason, or can be stopped."""
+"""The read of a batch does not return: the run ends with the reason, or can be stopped. Slow tiles are no hang."""
 
 import os
 import re
@@ -13,6 +13,7 @@ from launches import Launch, launch, train
 from test_stopped_runs import curve, saved_steps
 
 from tost_lm.data.loader import Batch, TrainingBatches
+from tost_lm.pretrain.tiled import TiledLM
 
 RecordFault = Callable[[str, int, str], None]
 ENDLESS = ("data.workers=1", "train.steps=100000")
@@ -78,3 +79,20 @@ def test_a_second_ctrl_c_ends_ranks_that_wait_for_data(workplace: Path, record_f
         assert running.wait_for(1) in (2, 130), running.output()  # it may notice that rank 0 is gone first
     outcome = "the first stops one rank gracefully; the second ends several at once"
     record_fault("Ctrl-C while waiting for data", 2, outcome)
+
+
+def slow_tiles(rank: int) -> None:
+    forward = TiledLM.forward
+
+    def forward_slowly(self: TiledLM, *arguments: Any, **options: Any) -> Any:
+        time.sleep(1.0)
+        return forward(self, *arguments, **options)
+
+    TiledLM.forward = forward_slowly
+
+
+def test_a_step_longer_than_the_timeout_is_no_hang_while_its_tiles_advance(workplace: Path):
+    """Seven forwards: two micro-batches of two tiles, of which one is computed twice, and a validation."""
+    words = ("train.steps=1", "memory.tile_tokens=16", "run.timeout_seconds=4", "run.name=slow")
+    with launch(workplace, 1, *words, inject=slow_tiles) as running:
+        assert running.wait() == [0], running.output()

@@ -25,7 +25,7 @@ class Timeouts:
     """Time limits of a run with `run.timeout_seconds = heartbeat`."""
 
     heartbeat: float = 600.0
-    """For a step, and for a rank to write its shard of a checkpoint."""
+    """For a tile of a step, and for a rank to write its shard of a checkpoint."""
 
     @property
     def start(self) -> float:

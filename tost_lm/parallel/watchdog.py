@@ -112,7 +112,7 @@ class Heartbeat:
         self._written_at, self._is_to_be_written, self._writing = -math.inf, False, threading.Lock()
 
     def record(self, step: int, phase: Phase) -> None:
-        """Record progress at each step and change of phase.
+        """Record progress at each tile, step and change of phase.
 
         The file has it at once if this begins a phase that not every step has. Else it is written once in WRITE_S, in
         this call or by a thread, with the newest record: thousands of ranks share a file system.

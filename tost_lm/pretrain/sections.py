@@ -203,7 +203,7 @@ class RunConfig(Section):
     max_minutes: float | None = Field(default=None, gt=0)
     """Save and stop before this many minutes have passed since the launch, for the time limit of a job; exit code 75."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """Heartbeat timeout of the watchdog: a rank that takes longer for a step, or to write its shard of a checkpoint, counts as hung, and the run ends."""
+    """Heartbeat timeout of the watchdog: a rank that takes longer for a micro-batch or one of its tiles, or to write its shard of a checkpoint, counts as hung, and the run ends."""
     sdc_check_interval: int = Field(default=100, ge=0)
     """Detection of silent data corruption: steps between comparisons of all ranks' weights (parallel.zero_stage 0). At stages 1 to 3 checksums of the optimizer state are compared at every step. 0: neither."""
     abort_after_skips: int = Field(default=10, gt=0)

@@ -45,6 +45,7 @@ def train_step(
     lr: float,
     reason_to_skip: Callable[[float, float], str] = lambda loss, grad_norm: "",
     before_update: Callable[[], None] = lambda: None,
+    before_tile: Callable[[], None] = lambda: None,
     stop: StopOfRanks | None = None,
     flops: float = 0.0,
     numbers: Sequence[float] = (),
@@ -54,6 +55,7 @@ def train_step(
     Args:
         reason_to_skip: why not to apply the step, given loss and gradient norm; equal on all ranks. Empty: apply it.
         before_update: called between the last backward and the update.
+        before_tile: called before each forward of a tile.
         stop: compares the ranks between micro-batches and at the end. The host reads what it found between two of them
             when the next one is in the GPU's queue, and then may abandon the step without an update.
         flops: of the rows of these micro-batches, for `Outcome.flops`.
@@ -70,7 +72,7 @@ def train_step(
     end_check: Callable[[], None] = lambda: None
     for batch in micro_batches:
         ends_step = len(found) + 1 == len(micro_batches)
-        found.append(forward_and_backward(engine, batch, label_count, tiling, ends_step=ends_step))
+        found.append(forward_and_backward(engine, batch, label_count, tiling, before_tile, ends_step=ends_step))
         end_check()
         if stop and len(found) < len(micro_batches):
             end_check = stop.begin_check()

@@ -111,18 +111,29 @@ def tiled_backward(
 
 
 def forward_and_backward(
-    engine: Engine, batch: MicroBatch, label_count: Tensor, tiling: Tiling, *, ends_step: bool
+    engine: Engine,
+    batch: MicroBatch,
+    label_count: Tensor,
+    tiling: Tiling,
+    before_tile: Callable[[], None] = lambda: None,
+    *,
+    ends_step: bool,
 ) -> Mapping[str, Tensor]:
     """Forward and backward of this rank's tokens of a micro-batch. Returns `LMOutput.scalars`."""
+
+    def call(*arguments: Any, **options: Any) -> LMOutput:
+        before_tile()
+        return engine(*arguments, **options)
+
     if len(tiling.tiles) > 1:
         batches = list(tile_batches(*batch, label_count, tiling.tiles))
 
         def backward(is_first_tile: bool, roots: Sequence[Tensor], d_roots: Sequence[Tensor]) -> None:
             engine.backward(roots, d_roots[1:], ends_step=ends_step and is_first_tile)
 
-        _, *scalars = _sums(_losses_of_tiles(engine, batches, tiling.states_on_host, backward)).items()
+        _, *scalars = _sums(_losses_of_tiles(call, batches, tiling.states_on_host, backward)).items()
         return dict(scalars)
-    output = engine(
+    output = call(
         batch.tokens,
         labels=batch.labels,
         cu_seqlens=batch.cu_seqlens,

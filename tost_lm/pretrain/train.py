@@ -163,7 +163,8 @@ class Trainer:
         is_logged = step % config.run.log_interval == 0 or step in (1, config.train.steps)
         outcome = train_step(
             self.engine, micro_batches, self.tiling, lr, self.guard.reason_to_skip, self.checksums.before_update,
-            self.stop, flops, self.times.take() if is_logged else (),
+            partial(self.heartbeat.record, step - 1, "training"), self.stop, flops,
+            self.times.take() if is_logged else (),
         )  # fmt: skip
         self.flops += outcome.flops
         self.stop_reason = outcome.stop_reason
