@@ -295,7 +295,7 @@ def _remove_replaced(section: type[Section], tree: dict[str, Any], setting: str)
 
 
 def _apply_override(section: type[Section], tree: dict[str, Any], override: str) -> str:
-    """Set a value in the tree. Returns the path of its setting."""
+    """Set a value in the tree. Returns the path of its setting; in a list, a part of it is the name of an entry."""
     path, equals, text = override.partition("=")
     *parents, key = path.split(".")
     if not equals or not all([*parents, key]):
@@ -306,8 +306,12 @@ def _apply_override(section: type[Section], tree: dict[str, Any], override: str)
     except tomllib.TOMLDecodeError:
         value = None if text == UNSET and _may_be_unset(kind) else text  # an unquoted string
     for parent in parents:
+        if isinstance(tree, list):
+            tree = {str(entry["name"]): entry for entry in tree if isinstance(entry, dict) and "name" in entry}
+            if parent not in tree:
+                raise ConfigError(f"{override}: {parent}: no such name; choose from {', '.join(tree)}")
         tree = tree.setdefault(parent, {})
-        if not isinstance(tree, dict):
+        if not isinstance(tree, dict if parent == parents[-1] else dict | list):
             raise ConfigError(f"{override}: {parent} is a setting, not a section; see --help")
     tree[key] = value
     return ".".join(names)

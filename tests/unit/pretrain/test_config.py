@@ -34,6 +34,17 @@ def read(folder: Path, data: str, *overrides: str) -> PretrainConfig:
     return load_config(PretrainConfig, path, overrides)
 
 
+def test_an_override_changes_a_setting_of_a_stage_by_its_name(tmp_path: Path):
+    names = ('"b"\nfrom_step = 4\ntrain.seq_len = 4\n', '"c"\nfrom_step = 6\n')
+    stages = "\n[[stages]]\nname = ".join(['[data]\nfolder = "a"', *names])
+    config = read(tmp_path, stages, "stages.b.optim.lr=1e-3", "stages.c.from_step=7")
+    assert [stage.from_step for stage in config.stages] == [4, 7]
+    assert (config.stages[0].train, config.stages[0].optim) == ({"seq_len": 4}, {"lr": 1e-3})
+    assert problem_of(tmp_path, stages, "stages.d.from_step=7").endswith(": d: no such name; choose from b, c")
+    assert "stages is a setting, not a section" in problem_of(tmp_path, stages, "stages.b=7")
+    assert "stage b: optim.rate: unknown key" in problem_of(tmp_path, stages, "stages.b.optim.rate=7")
+
+
 def problem_of(folder: Path, data: str, *overrides: str) -> str:
     with pytest.raises(ConfigError) as error:
         read(folder, data, *overrides)
