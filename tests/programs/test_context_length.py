@@ -1,5 +1,6 @@
 """Every program evaluates and describes a model at the length that it was trained on, without any setting."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -71,8 +72,25 @@ def test_it_is_the_longest_of_all_phases_of_training(longer: Path):
 def test_a_second_phase_may_have_another_rotary_embedding(longer: Path):
     again = ["run.name=base", "train.initial_weights=runs/longer", "model.softmax.rope_theta=500000"]
     scaled = ["model.softmax.rope_scaling=linear", "model.softmax.rope_scaling_factor=2"]
-    run("tost train", "run.toml", *MODEL, *again, *scaled, cwd=longer)
+    printed = run("tost train", "run.toml", *MODEL, *again, *scaled, cwd=longer)
+    assert "weights runs/longer: this run changes model.softmax.rope_theta: 10000.0 → 500000.0, " in printed
     assert tost_lm.load(longer / "runs/base").config.rotary == Rotary(8, 500000, "linear", 2)
-    none = ["run.name=other", "model.softmax.rope_theta=0"]
-    printed = refusal("tost train", "run.toml", *MODEL, *again, *none, cwd=longer)
-    assert printed.splitlines()[1:] == ["model.softmax.rope_theta: 10000.0 → 0.0"]
+    run("tost train", "run.toml", *MODEL, *again, "run.name=none", "model.softmax.rope_theta=0", cwd=longer)
+    assert tost_lm.load(longer / "runs/none").config.rotary is None
+    of_none = [*again[1:2], "run.name=other", "train.initial_weights=runs/none"]
+    printed = refusal("tost train", "run.toml", *MODEL, *of_none, cwd=longer)
+    assert printed.splitlines()[1:] == ["model.softmax.rope_theta: 0.0 → 10000.0"]
+
+
+def test_a_second_phase_without_a_size_changes_the_model_of_the_weights_and_resumes_without_them(longer: Path):
+    sections = (longer / "run.toml").read_text().split("\n[")
+    phase = "\n[".join(part for part in sections if not part.lstrip("[\n").startswith("model"))
+    (longer / "phase.toml").write_text(phase)
+    shutil.copytree(longer / "runs/longer", longer / "runs/moved")
+    words = ["phase.toml", *MODEL[4:6], "run.name=phase", "train.initial_weights=runs/moved", "checkpoint.interval=1"]
+    words.append("model.softmax.rope_theta=2e4")
+    run("tost train", *words, "run.stop_at_step=1", cwd=longer)
+    shutil.rmtree(longer / "runs/moved")
+    run("tost train", *words, cwd=longer)
+    config = tost_lm.load(longer / "runs/phase").config
+    assert (config.pattern, config.softmax.window, config.rotary) == ("TA", 16, Rotary(8, 2e4))

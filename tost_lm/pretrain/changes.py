@@ -141,14 +141,15 @@ def other_tokenizer(what: str, config: PretrainConfig) -> DataError:
     )
 
 
-def require_same_shape(theirs: ModelConfig, ours: ModelConfig, what: str) -> None:
-    """Raises ConfigError, with a line for each setting, unless both models have the same parameters."""
-    if parameter_shapes(theirs) == parameter_shapes(ours):
-        return
-    changed = differences(_in_use(theirs), _in_use(ours))
+def require_same_shape(theirs: ModelConfig, ours: ModelConfig, what: str) -> list[str]:
+    """A line for each setting that differs. Raises ConfigError with them unless both have the same parameters and
+    heads."""
+    changed = [f"model.{line}" for line in differences(_in_use(theirs), _in_use(ours))]
+    if parameter_shapes(theirs) == parameter_shapes(ours) and theirs.heads == ours.heads:
+        return changed
     raise ConfigError(
         f"{what}: a run keeps the shape of its model; undo the change, or start a model of this shape with another "
-        "run.name\n" + "\n".join(f"model.{line}" for line in changed)
+        "run.name\n" + "\n".join(changed)
     )
 
 
@@ -176,13 +177,13 @@ def _require_same_rates(record: StageRecord, new: Stage, step: int, run_folder: 
     )
 
 
-def require_same_model(theirs: ModelConfig, ours: ModelConfig, what: str) -> None:
-    """Raises ConfigError unless both models are the same but for the base and scaling of their rotary embedding."""
-    changed, may_change = differences(_in_use(theirs), _in_use(ours)), set[str]()
-    if theirs.rotary and ours.rotary:
-        may_change = {f"{spec.section}.{name}" for spec, _ in ours.mixers for name in spec.extends_context}
-    if changed := [line for line in changed if line.partition(":")[0] not in may_change]:
-        raise ConfigError(
-            f"{what}: its model differs from [model]; set [model] to the same values\n"
-            + "\n".join(f"model.{line}" for line in changed)
-        )
+def require_same_model(theirs: ModelConfig, ours: ModelConfig, what: str) -> list[str]:
+    """A line for each setting of the rotary embedding that differs, which may also be dropped. Raises ConfigError if
+    others differ."""
+    changed, may_change = [f"model.{line}" for line in differences(_in_use(theirs), _in_use(ours))], set[str]()
+    if theirs.rotary:
+        may_change = {f"model.{spec.section}.{name}" for spec, _ in ours.mixers for name in spec.extends_context}
+    if others := [line for line in changed if line.partition(":")[0] not in may_change]:
+        first = f"{what}: its model differs from [model]; set [model] to the same values"
+        raise ConfigError("\n".join([first, *others]))
+    return changed

@@ -102,7 +102,7 @@ class TrainConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     initial_weights: Annotated[Path | None, TAKES_URLS] = None
-    """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. Without [model] the model is that of the weights, else both must be equal except in the settings model.softmax.rope_*. Unset: weights are drawn at random."""
+    """Start from the weights of this run folder (its newest valid checkpoint), step folder or export, with a new optimizer and schedule. [model] without `layers` and `preset` changes the model of the weights, whose settings may differ in model.softmax.rope_* only. Unset: weights are drawn at random."""
     branch_from: Annotated[Path | None, TAKES_URLS] = None
     """Branch: continue the run of this step folder in a run folder of its own, with its optimizer state, as one more stage: see [[stages]]."""
     skip_spike_sigma: float | None = Field(default=None, gt=0)

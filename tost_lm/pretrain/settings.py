@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from tost_lm.checkpointing.format import read_model_config
+from tost_lm.checkpointing.format import SETTINGS, read_model_config
 from tost_lm.checkpointing.run_folder import find_checkpoint, step_of
 from tost_lm.checkpointing.settings import CheckpointConfig
-from tost_lm.config import Section, load_config, merged, path_or_url, validate
+from tost_lm.config import Section, load_config, merged, path_or_url, read_toml, validate
 from tost_lm.errors import ConfigError
 from tost_lm.model.config import ModelConfig
 from tost_lm.optim.interface import optimizer_of
@@ -269,11 +269,18 @@ def longer_batches(path: Path, config: PretrainConfig) -> Iterator[str]:
 
 
 def _with_model_of_weights(values: dict[str, Any]) -> dict[str, Any]:
-    """Without [model], it is that of the weights that the run starts from. Raises CheckpointError if there are none."""
-    train = values.get("train")
-    name = "initial_weights" if isinstance(train, dict) and train.get("initial_weights") else "branch_from"
-    path = train.get(name) if isinstance(train, dict) else None
-    if "model" in values or not isinstance(path, str):
+    """Without its size, [model] changes that of the weights that the run starts from. Raises CheckpointError if there
+    are none."""
+    train, model, run = (values.get(name, {}) for name in ("train", "model", "run"))
+    if not all(isinstance(section, dict) for section in (train, model, run)) or model.keys() & {"preset", "layers"}:
+        return values  # problems are reported as what they are
+    name = "initial_weights" if train.get("initial_weights") else "branch_from"
+    if not isinstance(path := train.get(name), str):
         return values
-    folder = find_checkpoint(path_or_url(f"train.{name}", path), verify=lambda _: None)  # verified when it is read
-    return {**values, "model": read_model_config(folder).model_dump(mode="json", exclude={"plugins"})}
+    settings = Path(str(run.get("folder", "runs")), str(run.get("name", "")), SETTINGS)
+    if settings.is_file():  # resumes, whatever has become of the weights
+        theirs = read_toml(settings)["model"]
+    else:
+        folder = find_checkpoint(path_or_url(f"train.{name}", path), verify=lambda _: None)  # verified when it is read
+        theirs = read_model_config(folder).model_dump(mode="json")
+    return merged(PretrainConfig, {"model": {**theirs, "plugins": []}}, values)

@@ -132,7 +132,7 @@ def _with_initial_weights(start: StageRun, warn: Callable[[str], None], verify: 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
         ConfigError: its model differs from [model] (a line for each difference), except in the base and scaling of its
-            rotary embedding; a branch cannot continue it, or has another shape.
+            rotary embedding, which may be dropped; a branch cannot continue it, or has another shape.
         DataError: its tokenizer is not that of the shards.
     """
     config, train = start.config, start.config.train
@@ -145,10 +145,9 @@ def _with_initial_weights(start: StageRun, warn: Callable[[str], None], verify: 
     if branch and not (path / MANIFEST).is_file() and (steps := step_folders(path)):
         raise ConfigError(f"{what}: is a run folder; name the checkpoint to branch from, such as {steps[-1]}")
     folder = find_checkpoint(path, warn, verify)
-    if branch:
-        require_same_shape(read_model_config(folder), config.model, what)
-    else:
-        require_same_model(read_model_config(folder), config.model, what)
+    require = require_same_shape if branch else require_same_model
+    if changed := require(read_model_config(folder), config.model, what):
+        warn(f"{what}: this run changes {', '.join(changed)}")
     if sha256_file(find_tokenizer(folder)) != start.corpora.tokenizer().sha256:
         raise other_tokenizer(what, config)
     weights = InitialWeights(folder, sha256_file(folder / MANIFEST))

@@ -123,7 +123,7 @@ def read_results(home: Path) -> dict[str, dict[str, Any]]:
         if (results := read_result_file(path)) and results.keys() & {"by_token", "cells"}:
             found[path.parent.name] = results
     if not found:
-        raise ConfigError(f"{home}: no results to compare; run tost eval {home} TASK, and tost tasks lists the tasks")
+        raise ConfigError(f"{home}: no results of retrieval or test sets; run tost eval {home} TASK, see tost tasks")
     return found
 
 

@@ -152,7 +152,7 @@ def test_a_step_folder_has_the_results_of_its_run(tmp_path: Path):
 
 def test_a_folder_without_results_is_rejected(tmp_path: Path):
     (tmp_path / "b").mkdir()
-    with pytest.raises(ConfigError, match=r"no results to compare; run tost eval "):
+    with pytest.raises(ConfigError, match=r"no results of retrieval or test sets; run tost eval "):
         side_by_side([put(tmp_path / "a"), tmp_path / "b"])
     with pytest.raises(ConfigError, match="nowhere: no such folder; give runs, exports"):
         side_by_side([tmp_path / "nowhere"])

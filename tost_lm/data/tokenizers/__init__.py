@@ -76,7 +76,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     try:
         return kind(regular_file(path).read_bytes())
     except FileNotFoundError:
-        raise DataError(f"{path}: no such tokenizer; train it with tost prepare tokenizer") from None
+        raise DataError(f"{path}: no such tokenizer; download it, or train one with tost prepare tokenizer") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except DataError as error:
