@@ -8,6 +8,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin
@@ -305,14 +306,15 @@ def _apply_override(section: type[Section], tree: dict[str, Any], override: str)
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = None if text == UNSET and _may_be_unset(kind) else text  # an unquoted string
-    for parent in parents:
-        if isinstance(tree, list):
-            tree = {str(entry["name"]): entry for entry in tree if isinstance(entry, dict) and "name" in entry}
-            if parent not in tree:
-                raise ConfigError(f"{override}: {parent}: no such name; choose from {', '.join(tree)}")
-        tree = tree.setdefault(parent, {})
-        if not isinstance(tree, dict if parent == parents[-1] else dict | list):
+    for parent, child in zip_longest(parents, parents[1:]):
+        inside = tree.setdefault(parent, {})
+        if isinstance(inside, list) and child:
+            inside = {str(entry.get("name")): entry for entry in inside if isinstance(entry, dict)}
+            if child not in inside:
+                raise ConfigError(f"{override}: {child}: no such name; choose from {', '.join(inside)}")
+        if not isinstance(inside, dict):
             raise ConfigError(f"{override}: {parent} is a setting, not a section; see --help")
+        tree = inside
     tree[key] = value
     return ".".join(names)
 
