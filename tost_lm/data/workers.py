@@ -150,7 +150,7 @@ class Encoder:
             documents += 1
             split = self._splitter.split_of(row.row, row.text)
             found = self._encode(row.parts or (Part(row.text, True),), row.is_chat)
-            if not row.is_chat and (split != "train" or self._checked < CHECKED_BYTES):
+            if not row.is_chat and (split != "train" or row.parts or self._checked < CHECKED_BYTES):
                 self._checked += found.text_bytes
                 self._check_lossless(row, found.ids[:-1])
             documents_of[split].append(found)

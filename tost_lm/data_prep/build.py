@@ -8,6 +8,7 @@ the last commit and resumes. The finished folder has the same bytes and appears 
 import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -351,7 +352,8 @@ def _check_replaceable(folder: Path) -> None:
     foreign = [
         path.name
         for path in (folder.iterdir() if folder.exists() else [])
-        if path.name not in own and not (path.stem.partition("_")[0] in SPLITS and path.suffix in SHARD_FILES)
+        if path.name not in own
+        and not (re.fullmatch(rf"({'|'.join(SPLITS)})_\d{{5,}}", path.stem) and path.suffix in SHARD_FILES)
     ]
     if foreign:
         raise DataError(

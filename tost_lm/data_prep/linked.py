@@ -7,7 +7,7 @@ from typing import Any
 import xxhash
 
 from tost_lm.data.settings import CorpusConfig, DataPrepConfig
-from tost_lm.data.shard_format import ITEM_BYTES, SPLITS, block_hashes, parse_index
+from tost_lm.data.shard_format import ITEM_BYTES, LOSS_MASK, SPLITS, block_hashes, parse_index
 from tost_lm.data.sources import token_files
 from tost_lm.errors import ConfigError, DataError
 from tost_lm.files import regular_file
@@ -39,6 +39,8 @@ def link_tokens(config: DataPrepConfig, folder: Path) -> dict[str, Any]:
                 f"{index_file.path}: tokens are {index.dtype}, those of {files[0].path} {dtypes[0]}; give each its own "
                 "folder, and mix them with data.mixture"
             )
+        if index_file.path.with_suffix(f".{LOSS_MASK}").exists():
+            raise DataError(f"{index_file.path}: its loss mask cannot be linked; add its folder to data.mixture")
         item, total = ITEM_BYTES[index.dtype], int(index.lengths.sum(dtype="int64"))
         if bin_file.size != total * item:
             raise DataError(

@@ -133,13 +133,7 @@ def forward_and_backward(
 
         _, *scalars = _sums(_losses_of_tiles(call, batches, tiling.states_on_host, backward)).items()
         return dict(scalars)
-    output = call(
-        batch.tokens,
-        labels=batch.labels,
-        cu_seqlens=batch.cu_seqlens,
-        label_count=label_count,
-        tiling=tiling,
-    )
+    output = call(batch.tokens, batch.labels, cu_seqlens=batch.cu_seqlens, label_count=label_count, tiling=tiling)
     assert output.loss is not None
     engine.backward([output.loss], ends_step=ends_step)
     return output.scalars

@@ -68,6 +68,7 @@ def test_a_glob_reads_its_matches_in_order_of_names(tmp_path):
     write(tmp_path, b__2_jsonl="b2", a__1_jsonl="a1", a__deep__3_jsonl="a3", b__2_txt="text", b__table_csv="x")
     assert texts(f"{tmp_path}/*/*.jsonl") == ["a1", "b2"]
     assert texts(f"{tmp_path}/**/*.jsonl") == ["a1", "a3", "b2"]
+    assert texts(f"{tmp_path}/**/**/*.jsonl") == ["a1", "a3", "b2"]
     assert texts(f"{tmp_path}/[b]/?.*") == ["b2", "text"]
     assert "b/table.csv has no supported format; convert it to .txt, .md" in refusal(f"{tmp_path}/b/*")
     assert "no file matches" in refusal(f"{tmp_path}/*.parquet")

@@ -147,6 +147,9 @@ def test_a_missing_file_another_type_and_settings_of_text_are_refused(built, tmp
         linked(built, tmp_path / "*.idx", tmp_path / "shards")
     with pytest.raises(ConfigError, match=r"corpus\.min_characters: .*a has tokens and no text; remove the setting"):
         build.build_shards(prep_config(tmp_path / "a", tmp_path / "shards", min_characters=3), built.tokenizer)
+    (tmp_path / "a.loss_mask").touch()
+    with pytest.raises(DataError, match=r"a\.idx: its loss mask cannot be linked; add its folder to data\.mixture"):
+        linked(built, tmp_path / "a", tmp_path / "shards")
     (tmp_path / "a.bin").unlink()
     with pytest.raises(DataError, match=r"a\.bin: No such file"):
         linked(built, tmp_path / "a", tmp_path / "shards")

@@ -242,3 +242,6 @@ def test_a_record_matches_only_its_settings(tmp_path):
     write_tokenizer(config, "abc", b"a model", 3, 14)
     (tmp_path / "tokenizer.model").write_bytes(b"b model")
     assert retrain_reason(config, "abc") == "the model file differs from its record"
+    record_path(config).unlink()
+    with pytest.raises(DataError, match=r"tokenizer\.model: was trained elsewhere; choose another"):
+        retrain_reason(config, "abc")

@@ -273,8 +273,11 @@ def test_an_empty_split_is_refused(built: Built, tmp_path, settings, problem):
 
 
 def test_a_folder_with_other_files_is_never_replaced(built: Built, tmp_path):
-    (tmp_path / "thesis.txt").write_text("years of work")
-    for target, problem in ((tmp_path, "contains other files"), (tmp_path / "thesis.txt", "is a file")):
+    own = [tmp_path / name for name in ("thesis.txt", "megatron/train_text_document.bin", "nanogpt/train.bin")]
+    for path in own:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("years of work")
+    for target, problem in ((own[0], "is a file"), *((path.parent, "contains other files") for path in own)):
         with pytest.raises(DataError, match=problem):
             build_shards(prep_config(Path(built.config.corpus.source), target), built.tokenizer)
-    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+    assert {path.read_text() for path in own} == {"years of work"}

@@ -155,7 +155,7 @@ def _visible(root: Path) -> Iterator[tuple[str, Path]]:
 
 def _matching(source: str) -> Iterator[tuple[str, Path]]:
     """Files that a glob matches, unsorted; names are relative to the path before its first wildcard."""
-    matched = [Path(match) for match in glob.glob(source, recursive=True)]
+    matched = [Path(match) for match in {*glob.glob(source, recursive=True)}]  # with two ** it may repeat them
     files = [path for path in matched if not path.is_dir()]
     if not files:
         only_folders = any(map(Path.is_dir, matched))

@@ -150,24 +150,25 @@ def write_tokenizer(config: DataPrepConfig, fingerprint: str, model: bytes, docu
         "sha256": sha256_bytes(model),
     }
     try:
+        write_atomically(record_path(config), json.dumps(record, indent=2) + "\n")  # first: a model without it is kept
         write_atomically(config.tokenizer.path, model)
-        write_atomically(record_path(config), json.dumps(record, indent=2) + "\n")
     except OSError as error:
         raise DataError(f"tokenizer.path {config.tokenizer.path}: cannot be written: {error.strerror}") from None
 
 
 def retrain_reason(config: DataPrepConfig, fingerprint: str) -> str | None:
-    """Why the tokenizer on disk differs from the one of `config`, in a few words; None if it does not."""
+    """Why the tokenizer on disk differs from the one of `config`, in a few words; None if it does not. Raises DataError
+    if it was not trained here."""
     path = config.tokenizer.path
     if not path.is_file():
         return "it does not exist yet"
     try:
-        record = json.loads(regular_file(record_path(config)).read_bytes())
+        record = dict(json.loads(regular_file(record_path(config)).read_bytes()))
         actual = sha256_file(path)
-    except (OSError, ValueError):
+    except FileNotFoundError:
+        raise DataError(f"tokenizer.path {path}: was trained elsewhere; choose another, or set no vocab_size") from None
+    except (OSError, TypeError, ValueError):
         return f"{record_path(config)} or the model cannot be read"
-    if not isinstance(record, dict):
-        return f"{record_path(config)} is damaged"
     for name, wanted in _determinants(config, fingerprint).items():
         if record.get(name) != wanted:
             changed = name == "source_fingerprint"
