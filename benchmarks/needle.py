@@ -53,7 +53,7 @@ class NeedleBenchmarkConfig(Section):
 class Bytes(Tokenizer):
     """A token for each byte, after the end of text."""
 
-    vocab_size, eot = 257, 0
+    vocab_size, eot, stop = 257, 0, 0
 
     def encode(self, text: str) -> list[int]:
         return [1 + byte for byte in text.encode()]

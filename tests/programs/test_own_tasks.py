@@ -52,7 +52,7 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs/tiny, a suite of own documents, and the file of an own task."""
     folder = linked(prepared, tmp_path_factory.mktemp("own"))
     run("tost train", "run.toml", "train.steps=2", cwd=folder)
-    documents = [{"body": "some words of a law"}, {"body": "another text " * 30}]
+    documents = [{"body": "some words of a law", "title": "A"}, {"body": "another text " * 30, "title": "B"}]
     (folder / "laws.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents))
     (folder / "suite.toml").write_text(SUITE)
     (folder / "mine.py").write_text(OWN)
@@ -65,6 +65,8 @@ def test_a_toml_file_names_documents(trained: Path):
     text = [json.loads(line)["body"] for line in (trained / "laws.jsonl").read_text().splitlines()]
     assert (laws["examples"], laws["bytes"]) == (2, sum(len(one.encode()) for one in text))
     assert laws["bits_per_byte_standard_error"] > 0
+    titles = ["laws", "documents.laws.file=laws.jsonl", "documents.laws.text=title"]
+    assert "another task_sha256" in run("tost eval", "runs/tiny", *titles, cwd=trained)
     run("tost report", "runs/tiny", cwd=trained)
     assert "| laws@documents | bits per byte | " in (trained / "runs/tiny/report.md").read_text()
 

@@ -48,13 +48,14 @@ class EffectiveLength(NamedTuple):
 
 
 def effective_lengths(found: Mapping[str, Mapping[str, Any]]) -> Iterator[EffectiveLength]:
-    """One for each threshold and checkpoint in results of tasks; results without a threshold are left out."""
+    """One for each threshold, checkpoint and kind of score in results of tasks; others have no threshold."""
     groups: dict[tuple[Any, ...], dict[str, Sequence[Mapping[str, Any]]]] = {}
     for name, results in found.items():
         if "threshold" in results:
-            key = results["threshold"], results.get("identity", {}).get("checkpoint_sha256")
+            checkpoint = results.get("identity", {}).get("checkpoint_sha256")
+            key = results["threshold"], checkpoint, accuracy_of(results["cells"][0])
             groups.setdefault(key, {})[name] = results["cells"]
-    for (threshold, _), tasks in groups.items():
+    for (threshold, *_), tasks in groups.items():
         tested = sorted(set.intersection(*({cell["length"] for cell in cells} for cells in tasks.values())))
         if tested:
             yield _effective_length(tasks, threshold, tested)

@@ -151,11 +151,7 @@ class HuggingFaceTokenizer(Tokenizer):
         first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if first is None:
             raise CheckpointError("the tokenizer has neither a beginning nor an end of sequence; add one to it")
-        self.eot = first
-
-    @property
-    def stop(self) -> int | None:
-        return self._tokenizer.eos_token_id
+        self.eot, self.stop = first, tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)

@@ -257,7 +257,8 @@ class PublicForm:
         if len(self.blocks) > 1:
             settings["layer_types"] = [LAYERS[letter].kind for letter in config.letters]
         settings["rope_parameters"] = rotary
-        return config_class(**settings | {theirs: ours[name] for name, theirs in self._sizes.items()})
+        with explained_rejection(like or Path(self.title), "convert.like needs a model of the same sizes"):
+            return config_class(**settings | {theirs: ours[name] for name, theirs in self._sizes.items()})
 
     def our_weights(self, config: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The weights by our names, from those in files, each read once."""

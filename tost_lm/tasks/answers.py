@@ -112,7 +112,7 @@ def _row(
     tokenizer: Tokenizer, question: Question, ids: Sequence[int], nats_O: np.ndarray, top_share_O: np.ndarray
 ) -> Row:
     """The row of one question, of its generated ids and O options."""
-    text, references = tokenizer.decode([*takewhile(lambda i: i != tokenizer.eot, ids)]), question.references
+    text, references = tokenizer.decode([*takewhile(lambda i: i != tokenizer.stop, ids)]), question.references
     row: Row = {"depth": question.depth} if question.depth is not None else {}
     row |= {"question": question.shown, "references": list(references), "generated": text}
     row["found"] = sum(name.lower() in text.lower() for name in references) / len(references)

@@ -86,8 +86,8 @@ class GridTask(Task):
     ) -> Row:
         from tost_lm.tasks.answers import model_scorer
 
-        eot = queries.tokenizer.eot if place else None  # in training, all copies call the model equally often
-        scorer = model_scorer(model, queries.tokenizer.vocab_size, eot, ranks)
+        stop = queries.tokenizer.stop if place else None  # in training, all copies call the model equally often
+        scorer = model_scorer(model, queries.tokenizer.vocab_size, stop, ranks)
         if place:
             cells = measure_missing(queries, lengths, scorer, ranks, place)
         else:

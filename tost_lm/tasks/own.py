@@ -61,7 +61,10 @@ class Documents(RunningText):
 
 def described(documents: Mapping[str, DocumentsConfig]) -> dict[str, Family]:
     """The families of documents that settings name, by name."""
-    return {name: Family(name, [Documents(name, own)]) for name, own in documents.items()}
+    return {
+        name: Family(name, [Documents(name, own)], sha256=sha256_bytes(own.text.encode()))
+        for name, own in documents.items()
+    }
 
 
 @dataclass(frozen=True)

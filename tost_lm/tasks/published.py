@@ -82,8 +82,8 @@ def comparable(published: Published, results: dict[str, Any]) -> str:
 
 def models_comparable(one: dict[str, Any], other: dict[str, Any]) -> str:
     """Whether the results of two models for one task are comparable: yes or no, and why."""
-    if one["identity"]["data_sha256"] != other["identity"]["data_sha256"]:
-        return "no: another test set file"
+    if any(one["identity"].get(name) != other["identity"].get(name) for name in ("data_sha256", "task_sha256")):
+        return "no: another test set file or task"
     if one["window_tokens"] != other["window_tokens"]:
         return f"no: windows of {other['window_tokens']:,} tokens, not {one['window_tokens']:,} as in the first row"
     same_tokenizer = one["identity"]["tokenizer_sha256"] == other["identity"]["tokenizer_sha256"]

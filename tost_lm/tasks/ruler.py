@@ -73,7 +73,10 @@ class RulerQueries(Queries):
 def _make_prompts(name: str, tokenizer: str, length: int) -> list[Prompt]:
     """The prompts of a length; in a new process, since they depend on the modules and lengths that came before."""
     from lm_eval.tasks import TaskManager
+    from transformers.models.auto import tokenization_auto
 
+    # The harness trusts the code of any folder.
+    tokenization_auto.resolve_trust_remote_code = lambda *_, **__: False  # pyright: ignore[reportPrivateImportUsage]
     metadata = {"tokenizer": tokenizer, "max_seq_lengths": [length]}
     random.seed(RANDOM_SEED)
     np.random.seed(NUMPY_SEED)

@@ -223,7 +223,9 @@ def test_all_held_out_documents_are_checked(tmp_path: Path):
 
 def test_texts_that_are_scored_must_not_lose_anything():
     tokenizer = made(byte_level(normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Replace("oo", "o")])))
+    tokenizer.stop = 3
     scored = LosslessTokenizer(tokenizer, "runs/a")
+    assert scored.stop == 3
     text = "They saw little. é"
     assert scored.encode(text) == scored.encode_array(text).tolist() == tokenizer.encode(text)
     assert scored.decode(scored.encode(text)) == text

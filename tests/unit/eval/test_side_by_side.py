@@ -9,6 +9,7 @@ from evaluations import scored
 
 from tost_lm.errors import ConfigError
 from tost_lm.files import write_rows
+from tost_lm.inference.effective_length import effective_lengths
 from tost_lm.inference.evaluated import write_result_file
 from tost_lm.intervals import paired, wilson
 from tost_lm.tasks.published import PUBLISHED, side_by_side
@@ -93,7 +94,7 @@ def test_models_are_compared_with_the_first_and_with_published_results(tmp_path:
         "yes",
         "no: windows of 512 tokens, not 1,024 as in the first row",
         "no: measured by token, and the tokenizers differ",
-        "no: another test set file",
+        "no: another test set file or task",
         "yes",
     ]
     assert found["GPT-2 124M, GPT-2's released weights"].startswith("a: yes; b: no: windows of 512 tokens")
@@ -148,6 +149,14 @@ def test_a_step_folder_has_the_results_of_its_run(tmp_path: Path):
     step = put(tmp_path / "runs/tiny") / "checkpoints/step_00000010"
     step.mkdir(parents=True)
     assert "| token perplexity | 31.50" in side_by_side([step])
+
+
+def test_scores_of_two_kinds_have_an_effective_length_each():
+    cell = lambda length, **score: {"length": length, "samples": 100, **score}
+    needle = {"threshold": 0.5, "cells": [cell(n, choice_accuracy=1.0) for n in (64, 256)]}
+    ruler = {"threshold": 0.5, "cells": [cell(n, found_share=0.0) for n in (64, 128)]}
+    lengths = [(one.tasks, one.tokens) for one in effective_lengths({"needle@keys": needle, "ruler_vt@lm-eval": ruler})]
+    assert lengths == [(("needle@keys",), 256), (("ruler_vt@lm-eval",), 0)]
 
 
 def test_a_folder_without_results_is_rejected(tmp_path: Path):

@@ -25,7 +25,7 @@ EOT, WINDOW = 0, 16
 class Words(Tokenizer):
     """An id for each character; a space is part of the character after it."""
 
-    eot, vocab_size = EOT, 1 << 22
+    eot, stop, vocab_size = EOT, EOT, 1 << 22
 
     def encode(self, text: str) -> list[int]:
         ids, space = [], 0

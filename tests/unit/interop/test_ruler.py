@@ -1,5 +1,6 @@
 """RULER's prompts, texts and scores are those of the harness."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,20 @@ def test_prompts_and_scores_are_those_of_the_harness(make_export: Callable[..., 
         assert prompt.endswith(row["question"])
         assert row["references"] == sample["doc"]["outputs"]
         assert row["generated"].replace("\ufffd", "") == sample["resps"][0][0].replace("\ufffd", "")
+
+
+def test_no_code_of_the_tokenizers_folder_runs(make_export: Callable[..., Path], sizes: str, tmp_path: Path):
+    pytest.importorskip("wonderwords", reason="run pip install 'lm_eval[ruler]'")
+    config = tmp_path / "tokenizer/tokenizer_config.json"
+    foreign = json.loads(config.read_text()) | {"auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}
+    config.write_text(json.dumps(foreign))
+    marker = tmp_path / "marker"
+    (tmp_path / "tokenizer/mine.py").write_text(
+        f"open({str(marker)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast as Mine\n"
+    )
+    ruler = {"tokenizer": sizes, "lengths": [LENGTH], "samples": 1}
+    evaluate(make_export(positions="none", tssa={"denom_bias": "head"}), "niah_single_1@lm-eval", ruler=ruler)
+    assert not marker.exists()
 
 
 def test_mistakes_are_one_line(make_export: Callable[..., Path]):

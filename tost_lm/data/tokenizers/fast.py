@@ -59,7 +59,8 @@ class TiktokenTokenizer(Tokenizer):
         except ImportError:
             raise UnsuitableError(f"it is not installed; {install_hint('train')}") from None
         self.library, self.file_name = library, library.file_name
-        self.vocab_size, self.eot, self.adds_space = library.vocab_size, library.eot, library.adds_space
+        self.vocab_size, self.eot, self.stop = library.vocab_size, library.eot, library.stop
+        self.adds_space = library.adds_space
         tree = json.loads(library.tokenizer_json)
         if library.escapes or tree.get("normalizer") not in (None, {"type": "NFC"}, {"type": "NFKC"}):
             raise UnsuitableError("it changes texts by more than NFC or NFKC")

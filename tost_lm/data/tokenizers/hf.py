@@ -43,7 +43,7 @@ class HfTokenizer(Tokenizer):
         self.pipeline = _parse(self.tokenizer_json)
         if (eot := self.pipeline.token_to_id(self.eot_token)) is None:
             raise DataError(f"tokenizer.eot_token {self.eot_token}: not in its vocabulary; {_choose(self.pipeline)}")
-        self.eot = eot
+        self.eot = self.stop = eot
         self.pipeline.add_special_tokens([self.eot_token])  # it may be an ordinary token of the vocabulary
         self.pipeline.encode_special_tokens = True
         self.pipeline.no_truncation()

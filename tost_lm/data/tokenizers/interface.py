@@ -16,19 +16,15 @@ class Tokenizer(ABC):
     """Lossless conversion of text to token ids and back. Picklable.
 
     Attributes: `file_name` of the tokenizer in a shard folder or a checkpoint; `model_bytes`, the content of that file,
-    with its `sha256` (hex); `vocab_size`; `eot`, the id that ends a document; and `adds_space`: a space is put before
-    every text.
+    with its `sha256` (hex); `vocab_size`; `eot`, the id that ends a document; `stop`, the id that ends a generated text
+    (None: there is none); and `adds_space`: a space is put before every text.
     """
 
     file_name: str
     vocab_size: int
     eot: int
+    stop: int | None
     adds_space = False
-
-    @property
-    def stop(self) -> int | None:
-        """The id that ends a generated text; None: there is none."""
-        return self.eot
 
     def __init__(self, model_bytes: bytes) -> None:
         self.model_bytes = model_bytes
@@ -82,7 +78,7 @@ class SentencePieceTokenizer(Tokenizer):
         except RuntimeError:
             raise DataError(f"not a SentencePiece model; {TRAIN}") from None
         self.vocab_size = self._model.vocab_size()
-        self.eot = self._model.eos_id()
+        self.eot = self.stop = self._model.eos_id()
         if self.eot < 0:
             raise DataError(f"the SentencePiece model has no end-of-text piece (eos_id is -1); {TRAIN}")
         if self.decode(self._model.encode(escape(PROBE))) != PROBE:

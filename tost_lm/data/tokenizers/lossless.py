@@ -45,7 +45,7 @@ class LosslessTokenizer(Tokenizer):
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         self._tokenizer, self._name = tokenizer, name
         self.vocab_size, self.eot, self.sha256 = tokenizer.vocab_size, tokenizer.eot, tokenizer.sha256
-        self.adds_space = tokenizer.adds_space
+        self.stop, self.adds_space = tokenizer.stop, tokenizer.adds_space
 
     def encode(self, text: str) -> list[int]:
         ids = self._tokenizer.encode(text)
