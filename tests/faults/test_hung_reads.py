@@ -83,12 +83,7 @@ def test_a_second_ctrl_c_ends_ranks_that_wait_for_data(workplace: Path, record_f
 
 def slow_tiles(rank: int) -> None:
     forward = TiledLM.forward
-
-    def forward_slowly(self: TiledLM, *arguments: Any, **options: Any) -> Any:
-        time.sleep(1.0)
-        return forward(self, *arguments, **options)
-
-    TiledLM.forward = forward_slowly
+    TiledLM.forward = lambda *arguments, **options: time.sleep(1.0) or forward(*arguments, **options)
 
 
 def test_a_step_longer_than_the_timeout_is_no_hang_while_its_tiles_advance(workplace: Path):

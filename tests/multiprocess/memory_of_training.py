@@ -61,28 +61,27 @@ def settings_of(
     }  # fmt: skip
 
 
-def train_measured(settings: Settings) -> Measured:
-    """Two steps of a small model first: what torch, DeepSpeed and megatron-core take once is not the model's.
+def after_small_steps(settings: Settings, steps: int) -> tuple[PretrainConfig, Mesh, int]:
+    """What is resident after steps of a small model: what torch, DeepSpeed and megatron-core take once is not the
+    model's.
 
     glibc gives what is freed back at once here; else it would keep some for later, as much as it happens to.
     """
     _return_freed_memory()
     config = validate(PretrainConfig, settings, "test")
     mesh = build_mesh(start_world("cpu"), config.parallel)
-    train_steps(2, _small(settings), mesh)
+    train_steps(steps, _small(settings), mesh)
     gc.collect()
-    before = _resident("VmRSS")
-    return train_steps(2, config, mesh, before)
+    return config, mesh, _resident("VmRSS")
+
+
+def train_measured(settings: Settings) -> Measured:
+    return train_steps(2, *after_small_steps(settings, 2))
 
 
 def start_measured(settings: Settings, checkpoint: Path | None) -> int:
     """The most that is resident until a rank has drawn its weights or resumed, beyond what it had before."""
-    _return_freed_memory()
-    config = validate(PretrainConfig, settings, "test")
-    mesh = build_mesh(start_world("cpu"), config.parallel)
-    train_steps(1, _small(settings), mesh)
-    gc.collect()
-    before = _resident("VmRSS")
+    config, mesh, before = after_small_steps(settings, 1)
     _forget_peak()
     engine = build_training_engine(config, mesh)
     if checkpoint:

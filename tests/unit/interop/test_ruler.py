@@ -33,7 +33,12 @@ def test_prompts_and_scores_are_those_of_the_harness(make_export: Callable[..., 
     import tost_lm.eval.lm_eval  # registers the model  # noqa: F401
 
     folder = make_export(positions="none", tssa={"denom_bias": "head"})
+    plain = Path(sizes, "tokenizer_config.json").read_text()
+    Path(sizes, "mine.py").write_text("raise RuntimeError('the code of the folder runs')")
+    foreign = json.loads(plain) | {"auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}
+    Path(sizes, "tokenizer_config.json").write_text(json.dumps(foreign))
     evaluate(folder, "niah_single_1@lm-eval", ruler={"tokenizer": sizes, "lengths": [LENGTH], "samples": SAMPLES})
+    Path(sizes, "tokenizer_config.json").write_text(plain)  # the harness runs such code
     found: Any = simple_evaluate(
         "tost_lm", f"pretrained={folder},tokenizer={sizes},max_length={2 * LENGTH}", ["niah_single_1"],
         limit=SAMPLES, metadata={"max_seq_lengths": [LENGTH]},
@@ -48,20 +53,6 @@ def test_prompts_and_scores_are_those_of_the_harness(make_export: Callable[..., 
         assert prompt.endswith(row["question"])
         assert row["references"] == sample["doc"]["outputs"]
         assert row["generated"].replace("\ufffd", "") == sample["resps"][0][0].replace("\ufffd", "")
-
-
-def test_no_code_of_the_tokenizers_folder_runs(make_export: Callable[..., Path], sizes: str, tmp_path: Path):
-    pytest.importorskip("wonderwords", reason="run pip install 'lm_eval[ruler]'")
-    config = tmp_path / "tokenizer/tokenizer_config.json"
-    foreign = json.loads(config.read_text()) | {"auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}
-    config.write_text(json.dumps(foreign))
-    marker = tmp_path / "marker"
-    (tmp_path / "tokenizer/mine.py").write_text(
-        f"open({str(marker)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast as Mine\n"
-    )
-    ruler = {"tokenizer": sizes, "lengths": [LENGTH], "samples": 1}
-    evaluate(make_export(positions="none", tssa={"denom_bias": "head"}), "niah_single_1@lm-eval", ruler=ruler)
-    assert not marker.exists()
 
 
 def test_mistakes_are_one_line(make_export: Callable[..., Path]):

@@ -35,14 +35,12 @@ def read(folder: Path, data: str, *overrides: str) -> PretrainConfig:
 
 
 def test_an_override_changes_a_setting_of_a_stage_by_its_name(tmp_path: Path):
-    names = ('"b"\nfrom_step = 4\ntrain.seq_len = 4\n', '"c"\nfrom_step = 6\n')
-    stages = "\n[[stages]]\nname = ".join(['[data]\nfolder = "a"', *names])
-    config = read(tmp_path, stages, "stages.b.optim.lr=1e-3", "stages.c.from_step=7")
-    assert [stage.from_step for stage in config.stages] == [4, 7]
-    assert (config.stages[0].train, config.stages[0].optim) == ({"seq_len": 4}, {"lr": 1e-3})
-    assert problem_of(tmp_path, stages, "stages.d.from_step=7").endswith(": d: no such name; choose from b, c")
-    assert "stages is a setting, not a section" in problem_of(tmp_path, stages, "stages.b=7")
-    assert "stage b: optim.rate: unknown key" in problem_of(tmp_path, stages, "stages.b.optim.rate=7")
+    data = f'[data]\nfolder = "a"\n{STAGE}'
+    (stage,) = read(tmp_path, data, "stages.longer.train.seq_len=4", "stages.longer.from_step=7").stages
+    assert (stage.from_step, stage.train) == (7, {"seq_len": 4})
+    assert problem_of(tmp_path, data, "stages.d.from_step=7").endswith(": d: no such name; choose from longer")
+    assert "stages is a setting, not a section" in problem_of(tmp_path, data, "stages.longer=7")
+    assert "optim.rate: unknown key" in problem_of(tmp_path, data, "stages.longer.optim.rate=7")
 
 
 def problem_of(folder: Path, data: str, *overrides: str) -> str:
