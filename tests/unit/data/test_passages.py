@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tost_lm.data.passages import BEGINNING, LINE_CHARACTERS, LINES, MENTIONS, SECRETS, TEST_NAMES, TEST_WORDS, passages
-from tost_lm.data.settings import DataPrepConfig, PassagesConfig
-from tost_lm.data_prep.commands.passages import main
+from tost_lm.data.settings import PassagesConfig
 from tost_lm.errors import DataError
 
 TEXTS = [[f"line {n} of text {t} " + "x" * n for n in range(200)] for t in range(3)]
@@ -59,14 +58,6 @@ def test_nothing_of_the_test_is_in_a_passage():
 def test_a_text_without_words_is_refused():
     with pytest.raises(DataError, match=r"passages\.text embedded: no document has 6 words; give other documents"):
         drawn([["1 + 1 = 2"] * 100])
-
-
-def test_another_file_is_not_replaced(tmp_path: Path):
-    file = tmp_path / "books.jsonl"
-    file.write_bytes(b"\xff")
-    with pytest.raises(DataError, match=r"books\.jsonl: exists with other lines; move it away"):
-        main(None, DataPrepConfig.model_construct(passages=PassagesConfig(file=file, count=3)))
-    assert file.read_bytes() == b"\xff"
 
 
 def test_the_same_settings_give_the_same_passages():

@@ -35,9 +35,7 @@ def main(path: Path | None, config: DataPrepConfig) -> None:
         raise DataError(f"passages.text {settings.text}: no document has {FEWEST_LINES} lines; give longer documents")
     settings.file.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(json.dumps({"text": text}) + "\n" for text in passages(texts, settings))
-    if settings.file.exists():
-        if regular_file(settings.file).read_bytes() != content.encode():
-            raise DataError(f"passages.file {settings.file}: exists with other lines; move it away, or choose another")
+    if settings.file.is_file() and regular_file(settings.file).read_bytes() == content.encode():
         print(f"reusing {settings.file}: the same {settings.count:,} passages")
         return
     write_atomically(settings.file, content)
