@@ -16,6 +16,7 @@ from tost_lm.data.tokenizers.training import train_sentencepiece
 from tost_lm.errors import CheckpointError, ConfigError, DataError
 from tost_lm.files import sha256_file
 from tost_lm.model import ModelConfig, TostLM
+from tost_lm.pretrain.changes import require_same_shape
 from tost_lm.pretrain.settings import PretrainConfig
 from tost_lm.pretrain.start import InitialWeights, find_start
 
@@ -65,6 +66,13 @@ def test_weights_of_this_model_and_tokenizer_are_found_in_a_run(tmp_path: Path, 
         weights(config(MODEL, tmp_path / "other"), corpora)
     with pytest.raises(CheckpointError, match="no such folder"):
         weights(config(MODEL, tmp_path / "nowhere"), corpora)
+
+
+def test_a_run_keeps_its_heads():
+    shape = {**MODEL, "width": 8, "pattern": "A", "positions": "none"}
+    one, two = (validate(ModelConfig, {**shape, "heads": heads}, "test") for heads in (1, 2))
+    with pytest.raises(ConfigError, match=r"stage b: a run keeps the shape of its model"):
+        require_same_shape(one, two, "stage b")
 
 
 def test_the_weights_are_a_part_of_what_is_trained(tmp_path: Path):
