@@ -35,7 +35,7 @@ CHECKOUT = Path(__file__).parents[1]
 LENGTHS = [2**k for k in range(15, 23)]
 RANKS = 8
 LAYERS = {"A": "softmax attention", "D": "delta rule", "T": "TSSA"}
-FORMS = ["olmo-hybrid", "qwen3-5", "olmo-hybrid-pre-keys", "delta", "softmax-half-the-rate"]
+FORMS = ["olmo-hybrid", "qwen3-5", "olmo-hybrid-pre-keys", "delta", "softmax"]
 COLORS = {"whole rows": "tab:orange", "tile by tile": "tab:blue"}
 TASKS = {
     "training step": ("peak_bytes", "peak memory [MB]"),

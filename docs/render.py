@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks import published
 from benchmarks.gpu import PARTS as GPU_PARTS
-from experiments.comparison.__main__ import stored
+from experiments.comparison.__main__ import at_rates, stored
 from experiments.comparison.tables import tables
 from experiments.mqar import recall_table
 from tost_lm.cli.main import COMMANDS
@@ -103,7 +103,7 @@ def benchmark(name: str, _: str) -> str:
 
 
 def comparison(_: str) -> str:
-    return tables(stored("text"))
+    return tables(stored("text"), at_rates())
 
 
 def mqar(_: str) -> str:

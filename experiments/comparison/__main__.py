@@ -61,7 +61,7 @@ class ComparisonConfig(Section):
 def main(_: Path | None, config: ComparisonConfig) -> None:
     settings = config.comparison
     if settings.tables:
-        print(tables(stored("text")))
+        print(tables(stored("text"), at_rates()))
         return
     forms = read_forms()
     if unknown := [name for name in settings.forms if name not in forms]:
@@ -82,6 +82,18 @@ def stored(task: str) -> list[dict[str, Any]]:
     """All results, in the order of forms.toml."""
     found, forms = [json.loads(path.read_text()) for path in (RESULTS / task).glob("*.json")], list(read_forms())
     return sorted(found, key=lambda result: (forms.index(result["form"]), result["seed"]))
+
+
+def at_rates() -> list[dict[str, Any]]:
+    """The first seed of the forms that trained at other rates than their own, at all of them."""
+    found, forms = stored("rates"), read_forms()
+    own = {
+        name: load_config(PretrainConfig, RECIPE, forms[name]["settings"], from_user=True).optim.lr for name in forms
+    }
+    of_forms = {one["form"] for one in found}
+    return found + [
+        one | {"rate": own[one["form"]]} for one in stored("text") if one["form"] in of_forms and one["seed"] == 0
+    ]
 
 
 def run(name: str, form: dict[str, Any], words: list[str], seed: int) -> dict[str, Any]:

@@ -15,9 +15,9 @@ MEASURES = (*COMPARED, "far", "copy", "rare 2k-8k", "loss_without_attention")
 OF_PASSAGES = ("copy", "needle 512", "needle 4096")
 
 
-def tables(results: Sequence[dict[str, Any]]) -> str:
+def tables(results: Sequence[dict[str, Any]], at_rates: Sequence[dict[str, Any]] = ()) -> str:
     """Means, and paired differences to the form that is stored first; 95 % t-intervals over seeds, and over books.
-    Means of models that were asked for needles follow."""
+    Means of models that were asked for needles follow, and `windows` of models of one seed by learning rate."""
     by_seed = _by_form([one for one in results if "needle" not in one])
     parts = [_means(by_seed, MEASURES)]
     first, *others = by_seed
@@ -32,6 +32,8 @@ def tables(results: Sequence[dict[str, Any]]) -> str:
             "With recall passages; needle N is the share of eight keys that are found in N tokens:",
             _means(asked, OF_PASSAGES),
         ]
+    if at_rates:
+        parts += ["`windows` by learning rate, one seed:", _windows_by_rate(at_rates)]
     return "\n\n".join(parts)
 
 
@@ -43,6 +45,13 @@ def _by_form(results: Sequence[dict[str, Any]]) -> dict[str, dict[int, Any]]:
 def _means(by_form: dict[str, dict[int, Any]], measures: Sequence[str]) -> str:
     rows = [(form, str(len(of)), *(_mean(measure, of) for measure in measures)) for form, of in by_form.items()]
     return table(("form", "seeds", *measures), rows)
+
+
+def _windows_by_rate(results: Sequence[dict[str, Any]]) -> str:
+    of = {(one["form"], one["rate"]): _mean("windows", {0: one}) for one in results}
+    rates = sorted({rate for _, rate in of})
+    rows = [(form, *(of.get((form, rate), "–") for rate in rates)) for form in dict.fromkeys(form for form, _ in of)]
+    return table(("form", *(f"{rate:g}" for rate in rates)), rows)
 
 
 def _values(measure: str, result: dict[str, Any]) -> list[tuple[int, float]] | None:

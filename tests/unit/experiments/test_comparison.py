@@ -53,8 +53,7 @@ def test_a_model_without_memory_gains_nothing(monkeypatch: pytest.MonkeyPatch):
         model = TostLM(config)
         torch.nn.init.normal_(model.embedding.weight)
         found = measures(model, texts, 16)
-        assert len(found["loss"]) == len(found["far"]) == 2
-        assert len(found["copy"]) == 8
+        assert [len(found[name]) for name in ("loss", "far", "copy")] == [2, 2, 8]
         gains[window] = [abs(value) for of_stream in found["rare"]["all"] for value in of_stream]
     assert max(gains[2]) < 1e-5
     assert min(gains[0]) > 1e-5
@@ -89,8 +88,10 @@ def test_differences_are_paired_by_seed_and_by_book():
     short = {"form": "short", "seed": 0, "books": [4], "windows": [3.0]}
     asked = {"form": "asked", "seed": 0, "books": [4, 4], "loss": [1.0, 2.0]}
     asked["needle"] = {"512": [[0.25]], "1024": [[0.5]], "4096": [[0.125]]}
-    lines, _, of_asked = tables.tables([*results, short, asked]).partition("\n\nWith recall passages")
-    assert of_asked.splitlines()[-1] == "| asked | 1 | – | 0.250 | 0.125 |"
+    found = tables.tables([*results, short, asked], [short | {"rate": 0.01}, short | {"rate": 2e-3, "windows": [1.0]}])
+    lines, _, of_asked = found.partition("\n\nWith recall passages")
+    assert "| asked | 1 | – | 0.250 | 0.125 |" in of_asked
+    assert of_asked.endswith("| form | 0.002 | 0.01 |\n| --- | ---: | ---: |\n| short | 1.000 | 3.000 |")
     lines = lines.splitlines()
     assert sum(line.startswith("| short |") for line in lines) == 1, "only among the means"
     of_seeds, of_books = (12.706 * std / 2**0.5 for std in (2**0.5, 3 / 2**0.5))
