@@ -13,6 +13,7 @@ from tost_lm.errors import CheckpointError
 from tost_lm.mixers.delta.settings import CONV_TAPS, DeltaSizes
 from tost_lm.mixers.softmax.settings import SoftmaxSizes
 from tost_lm.model import ModelConfig
+from tost_lm.ops.rotary import LLAMA3_LENGTH
 
 MLP = {
     "mlp.in_proj.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
@@ -158,7 +159,7 @@ def their_rotary(config: ModelConfig, without: Mapping[str, Any] | None, *, part
     if own.rope_scaling_factor != 1:
         rotary |= {"rope_type": own.rope_scaling, "factor": own.rope_scaling_factor}
         if own.rope_scaling != "linear":
-            rotary[LENGTH] = own.rope_original_length
+            rotary[LENGTH] = own.rope_original_length or LLAMA3_LENGTH
         if own.rope_scaling == "llama3":
             rotary |= LLAMA3
     return rotary | ({"partial_rotary_factor": own.rotary_fraction} if partial else {})

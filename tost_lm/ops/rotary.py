@@ -3,6 +3,8 @@
 import math
 from typing import NamedTuple
 
+LLAMA3_LENGTH = 8192
+
 
 class Rotary(NamedTuple):
     """The rotary embedding whose angles a mixer reads."""
@@ -15,7 +17,7 @@ class Rotary(NamedTuple):
     """How the factor changes frequencies: `llama3`, `yarn` or `linear`."""
     factor: float = 1.0
     """1: no scaling."""
-    original_length: int = 8192
+    original_length: int = LLAMA3_LENGTH
     """Positions without the scaling."""
 
     @property

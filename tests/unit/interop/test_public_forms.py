@@ -247,9 +247,8 @@ def test_the_text_part_of_a_model_of_images_is_read_and_written_into_a_copy(tmp_
     assert found.left_out == ("images", "mtp (several tokens at once)")
     assert_equal_bits(weights, dict(build_ours("Qwen3.5", text).state_dict()))
     tokenizer = read_their_tokenizer(tmp_path / "theirs")
-    assert tokenizer is not None
-    scaled = config.softmax.model_copy(update={"rope_scaling": "yarn", "rope_scaling_factor": 4.0})
-    longer = config.model_copy(update={"context_length": 1 << 21, "softmax": scaled})
+    yarn = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_length": 1 << 19}
+    longer = config.model_copy(update={"context_length": 1 << 21, "softmax": config.softmax.model_copy(update=yarn)})
     trained = {name: weight + 1 for name, weight in weights.items()}
     QWEN3_5.write(tmp_path / "back", longer, trained, tokenizer, like=tmp_path / "theirs", card="new")
     assert_equal_bits(QWEN3_5.read(tmp_path / "back").weights, trained)

@@ -89,6 +89,7 @@ def test_more_tokens_than_positions_are_refused():
         ({"pattern": "2T:1A"}, r"not a multiple of the 3 letters of model\.pattern 'TTA'"),
         ({"pattern": "0T:1A"}, r"invalid model\.pattern: '0T:1A'; use .* as a ratio such as 3D:1A"),
         ({"pattern": "TTA"}, r"model\.layers 2 is not a multiple of the 3 letters of model\.pattern 'TTA'"),
+        ({"pattern": "A", "softmax": {"rope_scaling": "yarn"}}, r"original_length; set it to the trained context$"),
         ({"pattern": "A", "width": 36}, r"rotates pairs of channels, not 9 of a head; change model\.width"),
         (
             {"pattern": "A", "softmax": {"kv_heads": 3}},

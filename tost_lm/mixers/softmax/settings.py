@@ -32,8 +32,8 @@ class SoftmaxSettings(Section):
     """Which rotations of the rotary embedding softmax.rope_scaling_factor slows down, to extend the context. `linear`: all. `llama3`: those of at most 1 turn in softmax.rope_original_length; those of at least 4 turns are unchanged, and those between interpolated. `yarn` (arXiv 2309.00071): in the same way between about 1 and 32 turns; it also multiplies rotated queries and keys by 1 + 0.1·ln(factor)."""
     rope_scaling_factor: float = Field(default=1.0, ge=1)
     """How many times slower they are, usually the new context divided by the original; 1: no scaling."""
-    rope_original_length: int = Field(default=8192, gt=0)
-    """The original context in tokens, which `llama3` and `yarn` extend; by default Llama 3's."""
+    rope_original_length: int | None = Field(default=None, gt=0)
+    """The original context in tokens, which `llama3` and `yarn` extend; `llama3` without it 8,192, as Llama 3."""
     window: int = Field(default=0, ge=0)
     """Sliding window in tokens. A token attends to itself and the window − 1 tokens before it; 0: to all tokens before it."""
 

@@ -22,7 +22,7 @@ keys and values of the last w − 1 tokens of each rank. Recomputation keeps wha
 
 from tost_lm.mixers.softmax.settings import CONV_TAPS, SoftmaxShape, SoftmaxSizes, head_groups
 from tost_lm.mixers.spec import NO_FLOPS, Costs, Flops, Load, MixerSpec, Numbers, gathered_tokens
-from tost_lm.ops.rotary import Rotary
+from tost_lm.ops.rotary import LLAMA3_LENGTH, Rotary
 
 
 class SoftmaxSpec(MixerSpec):
@@ -55,6 +55,8 @@ class SoftmaxSpec(MixerSpec):
                 f"model.softmax: a rotary embedding rotates pairs of channels, not {rotary.channels} of a head; change "
                 "model.width, model.heads, softmax.head_size or rotary_fraction, or set softmax.rope_theta=0"
             )
+        if rotary and rotary.scaling == "yarn" and not shape.own.rope_original_length:
+            return "model.softmax.rope_scaling yarn needs softmax.rope_original_length; set it to the trained context"
         if rotary and rotary.scaling == "yarn" and rotary.theta <= 1:
             return f"model.softmax.rope_theta {rotary.theta}: softmax.rope_scaling yarn needs a base above 1; raise it"
         return None
@@ -64,7 +66,8 @@ class SoftmaxSpec(MixerSpec):
         if not own.rope_theta:
             return None
         rotated = int(SoftmaxSizes.of(shape).head * own.rotary_fraction)
-        return Rotary(rotated, own.rope_theta, own.rope_scaling, own.rope_scaling_factor, own.rope_original_length)
+        length = own.rope_original_length or LLAMA3_LENGTH
+        return Rotary(rotated, own.rope_theta, own.rope_scaling, own.rope_scaling_factor, length)
 
     def kept_tokens(self, shape: SoftmaxShape) -> int | None:
         return shape.own.window or None
