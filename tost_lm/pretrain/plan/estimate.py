@@ -8,6 +8,7 @@ published runs (`python -m benchmarks.published`). Bytes and launches are counte
 """
 
 import math
+import re
 from typing import NamedTuple
 
 from tost_lm.errors import ConfigError
@@ -139,8 +140,10 @@ def update_flops(config: PlanConfig) -> float:
 
 
 def peak(config: PlanConfig) -> float:
-    """FLOP/s of a GPU."""
+    """FLOP/s of a GPU. Raises ConfigError when it is unknown, or the GPU lacks the kernels of train.attention."""
     cluster = config.cluster
+    if config.train.attention == "fa3" and not re.search(r"\bG?H\d", cluster.device):
+        raise ConfigError(f"train.attention fa3: for Hopper GPUs only, not {cluster.device}; set train.attention=fa2")
     known = (cluster.peak_tflops and cluster.peak_tflops * 1e12) or peak_flops(cluster.device, config.train.dtype)
     if known is None:
         raise ConfigError(f"cluster.device {cluster.device!r}: its peak FLOP/s is unknown; set cluster.peak_tflops")

@@ -200,6 +200,12 @@ def test_where_nothing_fits_it_says_so():
     )
 
 
+def test_the_gpu_has_the_kernels_of_attention():
+    assert plan.peak(planned(BASE, "train.attention=fa3")) == plan.peak(planned(BASE))
+    with pytest.raises(ConfigError, match=r"^train\.attention fa3: for Hopper GPUs only, not NVIDIA B200; "):
+        plan.peak(planned(BASE, "train.attention=fa3", "cluster.preset=b200-sxm"))
+
+
 def test_a_batch_that_ranks_cannot_divide_names_settings_that_they_can():
     with pytest.raises(ConfigError, match="480 is not divisible by 512 data ranks") as error:
         planned(BASE, "cluster.nodes=64").accumulation(512)
