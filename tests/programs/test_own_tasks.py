@@ -40,7 +40,7 @@ class Ends(ScoredTask):
         return {"right": bool(scores.is_greedy[0]), "nats": float(scores.nats[0])}
 
     def totals(self, rows):
-        return accuracy_of(rows)
+        return {"accuracy": accuracy_of(rows)["accuracy"], "lines": len(rows)}
 
 Path("marker").touch()
 register(Family("mine", [Ends()]))
@@ -75,7 +75,7 @@ def test_a_toml_file_names_documents(trained: Path):
 def test_a_file_that_is_named_is_run_and_identifies_its_results(trained: Path):
     run("tost eval", "runs/tiny", "mine.py", cwd=trained)
     assert (trained / "marker").exists()
-    assert results(trained / "runs/tiny", "ends@mine")["model"]["examples"] == 3
+    assert results(trained / "runs/tiny", "ends@mine")["model"]["lines"] == 3
     assert results(trained / "runs/tiny", "ends@mine")["identity"]["task_sha256"] == sha256_bytes(OWN.encode())
     (trained / "marker").unlink()
     assert "reusing" in run("tost eval", "runs/tiny", "mine.py", cwd=trained)
@@ -125,7 +125,7 @@ def test_tasks_that_fail_are_one_line_each_and_the_others_run(trained: Path):
     expected = {f"{name}@own: faults.py: {MESSAGES[name].format(line=lines[name])}" for name in MESSAGES}
     assert {*problems} == expected | {"Empty@own: the task has no examples; give it a file with some"}
     assert len(problems) == len(FAULTS)
-    assert results(trained / "runs/tiny", "ends@mine")["model"]["examples"] == 3
+    assert results(trained / "runs/tiny", "ends@mine")["model"]["lines"] == 3
     assert not list(trained.glob("runs/tiny/eval/*@own/results.json"))
 
 

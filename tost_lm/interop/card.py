@@ -267,12 +267,12 @@ def _results(
             rows.append((name, row["headline"].replace("_", " "), format_result(row["headline"], row), how))
     for results in (one for one in evaluations if "headline" in one):
         headline, identity, totals = results["headline"], results["identity"], results["model"]
-        count = f"{totals['examples']:,} examples" if "examples" in totals else f"{totals['documents']:,} documents"
-        text = [redact_text(f"shards {identity['shards']}")] if identity["shards"] else []
+        text = [f"{totals[key]:,} {key}" for key in ("examples", "documents") if key in totals]
+        text += [redact_text(f"shards {identity['shards']}")] if identity["shards"] else []
         text += [f"test set SHA-256 {identity['data_sha256']}"] if "data_sha256" in identity else []
         settings = leaves(redact_tree(identity["settings"] or {}))
         text += [f"{name}={value}" for name, value in settings if value not in (None, "", [])]
-        how = [count, *text, f"tost_lm {identity['tost_lm']}"]
+        how = [*text, f"tost_lm {identity['tost_lm']}"]
         score = format_result(headline, totals)
         rows.append((results["protocol"], headline.replace("_", " "), score, ", ".join(how)))
     if not rows:

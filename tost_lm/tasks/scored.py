@@ -174,8 +174,8 @@ def section_of_test_sets(run: EvaluatedModel, page: "Page") -> str:
         headline, model = results["headline"], results["model"]
         score = format_result(headline, model)
         test_set = describe_published(results["published_file"]) if "published_file" in results else "–"
-        examples = model["examples"] if "examples" in model else model["documents"]
-        rows.append((name, headline.replace("_", " "), score, f"{examples:,}", test_set, checkpoint_of(run, results)))
+        examples = next((f"{model[key]:,}" for key in ("examples", "documents") if key in model), "–")
+        rows.append((name, headline.replace("_", " "), score, examples, test_set, checkpoint_of(run, results)))
     if not rows:
         return ""
     scores = table(("task", "metric", "score", "examples", "test set", "checkpoint"), rows)
