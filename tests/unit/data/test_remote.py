@@ -252,6 +252,8 @@ def test_copies_of_files_and_folders(memory: Any, cache: Path):
     assert [*list_files(as_url("memory://bucket/one"), deep=True)] == ["a.txt", "b.txt", "deep/c.txt"]
     assert [*glob_files(as_url("memory://bucket/**/*.txt"))] == ["one/a.txt", "one/b.txt", "one/deep/c.txt", "two.txt"]
     assert [*glob_files(as_url("memory://bucket/one/[a-b].txt"))] == ["a.txt", "b.txt"]
+    memory.pipe_file("/bucket/one/.c.txt", b"hidden")
+    assert [file.name for file in corpus_files("memory://bucket/one/*.txt")] == ["a.txt", "b.txt"]
 
 
 @pytest.mark.parametrize("name", ["exp[1]", "exp*", "ex?1", "exp[!2]", "exp::memory", "e%78p1"])

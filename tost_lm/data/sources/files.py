@@ -84,9 +84,10 @@ def _files_at_url(url: RemotePath, source: str) -> list[CorpusFile]:
         files = glob_files(url)
 
     def is_read(path: Path) -> bool:
-        return not any(part.startswith(".") for part in path.parts) and format_of(path) is not None
+        is_hidden = any(part.startswith(".") for part in path.parts)
+        return not is_hidden and (is_glob or format_of(path) is not None)
 
-    is_named = is_glob or [*files] == [url.name]
+    is_named = [*files] == [url.name]
     found = [
         CorpusFile(name, file.url, file.size, file.version)
         for name, file in files.items()
