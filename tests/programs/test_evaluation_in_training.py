@@ -112,10 +112,6 @@ def test_a_resumed_run_measures_no_step_twice(workplace: Path, words: list[str])
     ("override", "problem"),
     [
         ('evaluation.tasks=["text"]', "text.file: must be set; give a UTF-8 text"),
-        (
-            "evaluation.tasks=[]",
-            "evaluation.interval and evaluation.tasks belong together: set both or neither",
-        ),
         ("evaluation.sets.wikitext2=nowhere", "evaluation.sets.wikitext2 nowhere: no such file"),
         ("evaluation.settings.zero_shot.batch_tokens=0", "zero_shot.batch_tokens: "),
     ],

@@ -136,9 +136,3 @@ def test_a_table_of_any_keys_is_read_back_and_compared(tmp_path: Path):
         "weights.plain-1_: 1.0 → 1.5", 'weights.a "quoted" é\\: 2.0 → not set', "weights.: 3.0 → not set",
         "weights.new: not set → 1.0",
     ]  # fmt: skip
-
-
-def test_differences_name_path_and_both_values():
-    old, new = Root(inner=Inner(size=1)), Root(inner=Inner(size=2))
-    assert differences(old, new) == ["inner.size: 1 → 2"]
-    assert differences(old, old) == []
