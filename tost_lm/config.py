@@ -187,15 +187,11 @@ def to_toml(config: Section) -> str:
 def _dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """A line `a.b.c = value` for each setting of a nested tree that has a value."""
     for key, value in tree.items():
-        path = f"{prefix}{_toml_key(key)}"
+        path = prefix + (key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key))
         if isinstance(value, dict) and value:
             yield from _dotted(value, f"{path}.")
         elif value is not None:
             yield f"{path} = {toml_value(value)}"
-
-
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
 def differences(old: Section, new: Section) -> list[str]:

@@ -93,8 +93,6 @@ def _to_ours(source: Path, conversion: ConversionConfig, named: Path) -> list[st
     found = form.read(source)
     config, weights = found.config, found.weights
     tokenizer = read_their_tokenizer(source)
-    if tokenizer is None:
-        raise ConfigError(f"{source}: no tokenizer.json; add that of the model")
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"{source}: its vocabulary of {config.vocab_size} ids is smaller than the tokenizer's: "

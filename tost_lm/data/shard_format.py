@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError
 
 from tost_lm.config import Section, read_toml, recipes
 from tost_lm.errors import DataError, first_problem
-from tost_lm.files import manifest_content, regular_file
+from tost_lm.files import flush, manifest_content, regular_file
 
 FORMAT = "tost_lm.shards.v3"
 MANIFEST = "manifest.json"
@@ -340,10 +340,8 @@ class SplitWriter:
         shard, self._open, self._files = self._open, None, {}
         lengths = np.fromfile(self._path(shard["name"], LENGTHS), np.int32)
         index = index_bytes(lengths, self._dtype.name)
-        with self._path(shard["name"], "idx").open("wb") as file:
-            file.write(index)
-            file.flush()
-            os.fsync(file.fileno())
+        self._path(shard["name"], "idx").write_bytes(index)
+        flush(self._path(shard["name"], "idx"))
         endings = ["bin", LOSS_MASK] if "counted" in shard else ["bin"]
         hashes = {f"{ending}_xxh3": list(block_hashes(self._path(shard["name"], ending))) for ending in endings}
         self.closed.append({**shard, "idx_xxh3": xxhash.xxh3_128_hexdigest(index), **hashes})

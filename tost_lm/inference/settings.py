@@ -34,15 +34,11 @@ class SampleConfig(Section):
     """Stop strings; the text ends before the first of them."""
 
     @model_validator(mode="after")
-    def _check_sampling(self) -> "SampleConfig":
+    def _settings_fit_each_other(self) -> "SampleConfig":
         if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
             raise ValueError(
                 "sample.top_k, sample.top_p: unused at sample.temperature 0; set it above 0, or leave them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_prompt(self) -> "SampleConfig":
         if {"prompt", "prompt_file"} <= self.model_fields_set:
             raise ValueError("sample.prompt and sample.prompt_file are both set; give one of them")
         return self

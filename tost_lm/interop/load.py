@@ -11,7 +11,7 @@ from tost_lm.checkpointing.reading import load as load_ours
 from tost_lm.checkpointing.run_folder import ADAPTER, FOREIGN_FOLDERS, find_checkpoint, local_model
 from tost_lm.config import path_or_url
 from tost_lm.data.tokenizers import Tokenizer, find_tokenizer, read_tokenizer
-from tost_lm.errors import CheckpointError, DataError
+from tost_lm.errors import CheckpointError
 from tost_lm.inference.foreign_folder import CONFIG, read_settings
 from tost_lm.interop import MODULES
 from tost_lm.model import ModelConfig, TostLM
@@ -72,10 +72,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return read_tokenizer(find_tokenizer(find_checkpoint(source)))
     from tost_lm.interop.public_tokenizer import read_their_tokenizer
 
-    tokenizer = read_their_tokenizer(source)
-    if tokenizer is None:
-        raise DataError(f"{source}: no tokenizer.json; add that of the model")
-    return tokenizer
+    return read_their_tokenizer(source)
 
 
 def form_of(source: Path) -> "PublicForm | None":

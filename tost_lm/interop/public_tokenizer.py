@@ -13,15 +13,15 @@ KEPT_FILES = ("*token*", "vocab.*", "merges.*", "chat_template.*", "generation_c
 """Files of tokenizer and generation beside a model."""
 
 
-def read_their_tokenizer(folder: Path) -> HfTokenizer | None:
-    """The tokenizer of a model folder, with the end-of-text token of `eos_token`; None: it has none.
+def read_their_tokenizer(folder: Path) -> HfTokenizer:
+    """The tokenizer of a model folder, with the end-of-text token of `eos_token`.
 
     Raises:
-        DataError: it is damaged, not lossless, or its folder names no such token.
+        DataError: there is none, it is damaged or not lossless, or its folder names no such token.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        return None
+        raise DataError(f"{folder}: no {path.name}; add that of the model")
     if (token := eos_token(folder)) is None:
         raise DataError(f"{folder / CONFIG}: eos_token_id is no token of {path.name}; correct it")
     return hf_tokenizer(path, token, FORMS[-1])

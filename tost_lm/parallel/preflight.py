@@ -202,15 +202,8 @@ def _table(ranks: Sequence[dict[str, Any]]) -> str:
     for node in dict.fromkeys(rank["node"] for rank in ranks):
         here = [i for i, rank in enumerate(ranks) if rank["node"] == node]
         devices = Counter(ranks[i]["device"] for i in here)
-        rows.append(
-            (
-                node,
-                rank_numbers(here),
-                ", ".join(f"{count} × {device}" for device, count in devices.items()),
-                _gb(ranks[here[0]]["free_bytes"]),
-                ranks[here[0]]["network"],
-            )
-        )
+        first, kinds = ranks[here[0]], ", ".join(f"{count} × {device}" for device, count in devices.items())
+        rows.append((node, rank_numbers(here), kinds, _gb(first["free_bytes"]), first["network"]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

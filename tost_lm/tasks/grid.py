@@ -204,13 +204,10 @@ def over_lengths(cells: Sequence[Row], keys: Sequence[str]) -> Row:
     samples = sum(cell["samples"] for cell in cells)
     means: Row = {"samples": samples}
     for key in keys:
-        errors = [cell[f"{key}_standard_error"] for cell in cells]
         means[key] = sum(cell[key] * cell["samples"] for cell in cells) / samples
-        means[f"{key}_standard_error"] = (
-            None
-            if None in errors
-            else sum((cell["samples"] * error) ** 2 for cell, error in zip(cells, errors, strict=True)) ** 0.5 / samples
-        )
+        errors = [(cell["samples"], cell[f"{key}_standard_error"]) for cell in cells]
+        squares = [(count * error) ** 2 for count, error in errors if error is not None]
+        means[f"{key}_standard_error"] = sum(squares) ** 0.5 / samples if len(squares) == len(cells) else None
     return means
 
 

@@ -101,7 +101,9 @@ def side_by_side(homes: Sequence[Path]) -> str:
     found = {path: read_results(_home(path)) for path in homes}
     tasks = list(dict.fromkeys(name for results in found.values() for name in results))
     sections = [text for name in tasks for text in _section(name, found)]
-    sections += _effective_lengths(found)
+    rows = [(str(home), own.shown, own.about) for home, results in found.items() for own in effective_lengths(results)]
+    if rows:
+        sections.append(f"## Effective length\n\n{table(('model', 'effective length', 'measured by'), rows)}")
     if any(DIFFERENCE in section for section in sections):
         sections.append(
             f"{DIFFERENCE}: the mean over examples or texts that both models read, in parentheses its 95 % interval "
@@ -209,12 +211,6 @@ def _difference(measure: str, own: Sequence[dict[str, Any]], other: Sequence[dic
         return "–"
     form, unit = ("+.1%", "") if is_score else ("+.4g", " nats")
     return f"{found.mean:{form}}{unit} ({found.low:{form}} to {found.high:{form}}, {found.pairs:,} pairs)"
-
-
-def _effective_lengths(found: Mapping[Path, dict[str, dict[str, Any]]]) -> Iterator[str]:
-    rows = [(str(home), own.shown, own.about) for home, results in found.items() for own in effective_lengths(results)]
-    if rows:
-        yield f"## Effective length\n\n{table(('model', 'effective length', 'measured by'), rows)}"
 
 
 def _home(path: Path) -> Path:

@@ -50,7 +50,6 @@ def test_an_odd_model_with_images_is_that_of_transformers_at_four_times_its_leng
     torch.testing.assert_close(ours(tokens_BT).logits, expected_BTV, rtol=1e-10, atol=1e-10)
 
     tokenizer = read_their_tokenizer(tmp_path / "theirs")
-    assert tokenizer is not None
     QWEN3_5.write(tmp_path / "back", config, weights, tokenizer, as_read=True, like=tmp_path / "theirs")
     read, written = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "back"))
     assert_equal_bits(written, read)

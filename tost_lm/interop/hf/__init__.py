@@ -139,11 +139,10 @@ def export(path: str | Path, folder: str | Path) -> None:
         else:
             fast.save_pretrained(aside)
         (aside / CARD).write_text(card)
-        (aside / tokenizer.file_name).write_bytes(tokenizer.model_bytes)
-        plugins = plugin_files(model.config.pattern)
-        for name, text in plugins.items():
-            (aside / name).write_bytes(text)
-        read = {"config.json", tokenizer.file_name, *plugins, *(path.name for path in weight_files(aside))}
+        others = {tokenizer.file_name: tokenizer.model_bytes, **plugin_files(model.config.pattern)}
+        for name, content in others.items():
+            (aside / name).write_bytes(content)
+        read = {"config.json", *others, *(path.name for path in weight_files(aside))}
         publish_checkpoint(aside, folder, {name: flush_and_hash(aside / name) for name in read})
     except (OSError, SafetensorError) as error:
         remove_temp_folder(folder)

@@ -75,8 +75,13 @@ def causal_tssa(
     Raises:
         ValueError: shapes that do not fit, an unknown backend, or a backend that cannot run this call.
     """
-    _check_shapes(w, temp, bias)
+    if w.dim() != 4 or 0 in w.shape or not w.is_floating_point():
+        raise ValueError(f"w must be floating point [B, T, H, D] with no size 0, got {w.dtype} {list(w.shape)}")
     B, T, H, D = w.shape
+    if temp.shape != (H,):
+        raise ValueError(f"temp must be [H] = [{H}], got {list(temp.shape)}")
+    if bias is not None and bias.shape not in ((H, T), (B, H, T)):
+        raise ValueError(f"bias must be [H, T] = [{H}, {T}] or [B, H, T], got {list(bias.shape)}")
     local = LocalDocuments.of(cu_seqlens, B, T, shard.split if shard else None)
     documents = len(local.whole_lengths)
     state = initial_state
@@ -142,13 +147,3 @@ def tssa_step(
         second_moment_BHD = weighted_BHD.to(dtype) / (mass_BH.to(dtype) + MASS_FLOOR)[..., None]
         y_BHD = -(pi_BH[..., None] * w_BHD) / (1 + second_moment_BHD)
     return y_BHD.to(w_t.dtype), TssaState(energy_BHD, weighted_BHD, mass_BH)
-
-
-def _check_shapes(w: Tensor, temp: Tensor, bias: Tensor | None) -> None:
-    if w.dim() != 4 or 0 in w.shape or not w.is_floating_point():
-        raise ValueError(f"w must be floating point [B, T, H, D] with no size 0, got {w.dtype} {list(w.shape)}")
-    B, T, H, _ = w.shape
-    if temp.shape != (H,):
-        raise ValueError(f"temp must be [H] = [{H}], got {list(temp.shape)}")
-    if bias is not None and bias.shape not in ((H, T), (B, H, T)):
-        raise ValueError(f"bias must be [H, T] = [{H}, {T}] or [B, H, T], got {list(bias.shape)}")
