@@ -17,7 +17,7 @@ from pydantic import Field, PositiveFloat
 
 import tost_lm
 from experiments.commands import ROOT, run_tost
-from experiments.comparison.tables import tables
+from experiments.comparison.tables import ALL, tables
 from experiments.comparison.text import Texts, losses, measures, without_attention
 from tost_lm.command_line import run_program
 from tost_lm.config import Section, load_config, read_toml
@@ -61,7 +61,7 @@ class ComparisonConfig(Section):
 def main(_: Path | None, config: ComparisonConfig) -> None:
     settings = config.comparison
     if settings.tables:
-        print(tables(stored("text"), at_rates()))
+        print(tables(stored("text"), at_rates(), ALL))
         return
     forms = read_forms()
     if unknown := [name for name in settings.forms if name not in forms]:

@@ -12,14 +12,17 @@ T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2
 COMPARED = ("windows", "loss")
 """Those whose differences rank forms by the rules in docs/experiments.md."""
 MEASURES = (*COMPARED, "copy", "loss_without_attention")
+ALL = (*MEASURES, "far", "rare 2k-8k")
 OF_PASSAGES = ("copy", "needle 512", "needle 4096")
 
 
-def tables(results: Sequence[dict[str, Any]], at_rates: Sequence[dict[str, Any]] = ()) -> str:
+def tables(
+    results: Sequence[dict[str, Any]], at_rates: Sequence[dict[str, Any]] = (), measures: Sequence[str] = MEASURES
+) -> str:
     """Means, and paired differences to the form that is stored first; 95 % t-intervals over seeds, and over books.
     Means of models that were asked for needles follow, and `windows` of models of one seed by learning rate."""
     by_seed = _by_form([one for one in results if "needle" not in one])
-    parts = [_means(by_seed, MEASURES)]
+    parts = [_means(by_seed, measures)]
     first, *others = by_seed
     differences = [
         (form, *(_difference(measure, by_seed[form], by_seed[first]) for measure in COMPARED)) for form in others

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 LLAMA3_LENGTH = 8192
+"""The context in tokens that Llama 3.1 extends."""
 
 
 class Rotary(NamedTuple):
