@@ -13,6 +13,8 @@ COMPARED = ("windows", "loss")
 """Those whose differences rank forms by the rules in docs/experiments.md."""
 MEASURES = (*COMPARED, "copy", "loss_without_attention")
 ALL = (*MEASURES, "far", "rare 2k-8k")
+LONGER = "-10m"
+"""The end of the names of forms that trained on 10 million tokens, which are compared with each other."""
 OF_PASSAGES = ("copy", "needle 512", "needle 4096")
 
 
@@ -20,16 +22,19 @@ def tables(
     results: Sequence[dict[str, Any]], at_rates: Sequence[dict[str, Any]] = (), measures: Sequence[str] = MEASURES
 ) -> str:
     """Means, and paired differences to the form that is stored first; 95 % t-intervals over seeds, and over books.
-    Means of models that were asked for needles follow, and `windows` of models of one seed by learning rate."""
+    Means of models that were asked for needles follow, and `windows` of models of one seed by learning rate. Other
+    forms of one seed are only among `ALL` measures."""
     by_seed = _by_form([one for one in results if "needle" not in one])
-    parts = [_means(by_seed, measures)]
-    first, *others = by_seed
+    parts = [_means({form: of for form, of in by_seed.items() if len(of) > 1 or measures is ALL}, measures)]
+    first = next(iter(by_seed))
+    base = {form: first + LONGER if form.endswith(LONGER) else first for form in by_seed}
     differences = [
-        (form, *(_difference(measure, by_seed[form], by_seed[first]) for measure in COMPARED)) for form in others
+        (form, *(_difference(measure, by_seed[form], by_seed.get(base[form], {})) for measure in COMPARED))
+        for form in by_seed
+        if form != base[form]
     ]
-    if others:
-        measured = [row for row in differences if any(" ± " in cell for cell in row)]
-        parts += [f"Minus {first}:", table(("form", *COMPARED), measured)]
+    if measured := [row for row in differences if any(" ± " in cell for cell in row)]:
+        parts += [f"Minus {first}, of as many tokens:", table(("form", *COMPARED), measured)]
     if asked := _by_form([one for one in results if "needle" in one]):
         parts += [
             "With recall passages; needle N is the share of eight keys that are found in N tokens:",

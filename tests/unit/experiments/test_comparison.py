@@ -80,10 +80,11 @@ def test_zeroed_attention_takes_no_part():
 
 
 def test_differences_are_paired_by_seed_and_by_book():
-    """Ours minus theirs is 1 in the first book and 4 in the second, in the second seed 2 more."""
+    """Ours minus theirs is 1 and 4 in the two books, in the second seed 2 more, and on 10 million tokens twice that."""
     results = [
         {"form": form, "seed": seed, "books": [4, 4, 7], "loss": [ours * (value + 2 * seed) for value in (1, 1, 4)]}
-        for form, ours in (("theirs", 0), ("ours", 1)) for seed in (0, 1, *[2] * (not ours))
+        for form, ours in (("theirs", 0), ("ours", 1), ("theirs-10m", 1), ("ours-10m", 3))
+        for seed in (0, 1, *[2] * (not ours))
     ]  # fmt: skip
     short = {"form": "short", "seed": 0, "books": [4], "windows": [3.0]}
     asked = {"form": "asked", "seed": 0, "books": [4, 4], "loss": [1.0, 2.0]}
@@ -93,6 +94,10 @@ def test_differences_are_paired_by_seed_and_by_book():
     assert "| asked | 1 | – | 0.250 | 0.125 |" in of_asked
     assert of_asked.endswith("| form | 0.002 | 0.01 |\n| --- | ---: | ---: |\n| short | 1.000 | 3.000 |")
     lines = lines.splitlines()
-    assert sum(line.startswith("| short |") for line in lines) == 1, "only among the means"
+    assert not any(line.startswith("| short |") for line in lines), "it has no interval"
+    assert "| short | 1 |" in tables.tables([*results, short], measures=tables.ALL)
     of_seeds, of_books = (12.706 * std / 2**0.5 for std in (2**0.5, 3 / 2**0.5))
-    assert f"| ours | – | +3.000 ± {of_seeds:.3f} ({of_books:.3f}) |" in lines[-1]
+    assert lines[-2:] == [
+        f"| ours | – | +3.000 ± {of_seeds:.3f} ({of_books:.3f}) |",
+        f"| ours-10m | – | +6.000 ± {2 * of_seeds:.3f} ({2 * of_books:.3f}) |",
+    ]
