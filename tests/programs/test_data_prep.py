@@ -41,7 +41,7 @@ def test_partitions_of_killed_processes_and_a_slurm_array_are_merged(config, tmp
 
     parts = tmp_path / "out/shards.partitions"
     array: dict[str, Any] = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "3"}
-    while not (parts / ".2-of-3.building").exists():  # again, if it finished before it was killed
+    while not (parts / ".2-of-3.building/journal.json").exists():  # again, if it finished before it was killed
         shutil.rmtree(parts / "2-of-3", ignore_errors=True)
         killed = Forked("tost prepare shards", *words, "shards.partition=2/3", cwd=tmp_path)
         while not (parts / ".2-of-3.building/journal.json").exists() and killed.is_running():
